@@ -1,0 +1,1 @@
+"""A KV-cache tier for hybrid-attention LLMs."""
