@@ -1,0 +1,59 @@
+# Every target sets up what it needs first; a finished set-up costs a fraction of a second.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+# The engine's models come from a seed: nothing is ever fetched at run time.
+export HF_HUB_OFFLINE := 1
+
+# The demo: the default benchmark at a size that ends in about two minutes on two cores.
+DEMO_ARGS ?= --model gemma4-mini --requests 24 --concurrency 4 --prompt-tokens 1000 --output-tokens 8 --ram-bytes 1GiB
+# Arguments for pytest: make test PYTEST_ARGS="-m 'not engine' -x"
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint format type layers docs docs-serve bench coverage clean
+
+help: ## what there is
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: ## make .venv (about 1 GB the first time, then nothing)
+	@scripts/setup.sh
+
+demo: setup ## a real engine: prompts computed, saved, put back, compared
+	@$(BIN)/kvquilt bench $(DEMO_ARGS)
+
+test: setup ## all tests: unit, property, engine
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, format check, import layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache
+
+format: setup ## let ruff rewrite
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+type: setup ## mypy --strict
+	@$(BIN)/mypy
+
+layers: setup ## who may import whom
+	@$(BIN)/lint-imports --no-cache
+
+docs: setup ## build the docs into site/, warnings are errors
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "docs: site/index.html"
+
+docs-serve: setup ## the docs with live reload
+	@$(BIN)/mkdocs serve
+
+bench: setup ## every benchmark: figure, limit, ratio
+	@shopt -s nullglob; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+coverage: setup ## coverage of the fast tests
+	@$(BIN)/python -m pytest -m "not engine" --cov --cov-report=term
+	@rm -f .coverage .coverage.*
+
+clean: ## caches and build output, not .venv
+	@rm -rf site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache .coverage .coverage.*
