@@ -6,6 +6,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 # The engine's models come from a seed: nothing is ever fetched at run time.
 export HF_HUB_OFFLINE := 1
+# A notice about another documentation tool, at every build.
+export NO_MKDOCS_2_WARNING := 1
 
 # The demo: the default benchmark at a size that ends in about two minutes on two cores.
 DEMO_ARGS ?= --model gemma4-mini --requests 24 --concurrency 4 --prompt-tokens 1000 --output-tokens 8 --ram-bytes 1GiB

@@ -1,8 +1,8 @@
 """What scripts/setup.sh asks about a virtual environment. Standard library only.
 
-    check_env.py whole          exit 1 if an installed package lacks files (a killed or full-disk install)
-    check_env.py pins FILE...   exit 1 if a pinned requirement is not installed at its version
-    check_env.py needs-triton   exit 0 unless the installed torch brings its own triton
+check_env.py whole          exit 1 if an installed package lacks files (a killed or full-disk install)
+check_env.py pins FILE...   exit 1 if a pinned requirement is not installed at its version
+check_env.py needs-triton   exit 0 unless the installed torch brings its own triton
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def broken_packages() -> Iterator[str]:
         if name is None or dist.files is None:
             yield f"{name or 'a package without metadata'}: incomplete metadata"
             continue
-        gone = next((f for f in dist.files if _matters(f) and not Path(str(dist.locate_file(f))).exists()), None)
+        gone = next(
+            (f for f in dist.files if _matters(f) and not Path(str(dist.locate_file(f))).exists()), None
+        )
         if gone is not None:
             yield f"{name}: lacks {gone}"
 

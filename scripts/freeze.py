@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "fastapi-cloud-cli"}
 
 HEADS = {
-    "torch": "torch and what it requires. Installed with dependencies, so that a GPU build finds its libraries.",
+    "torch": "torch and what it requires. Install with dependencies: a GPU build has libraries of its own.",
     "engine": "What the engine and kvquilt require beside torch. Complete: install with --no-deps.\n"
     "# Without torchvision, torchaudio and torchcodec, which do not load beside a plain CPU torch.",
     "dev": "Tools for tests, types, lint, docs and the build. Complete: install with --no-deps.",
