@@ -81,7 +81,7 @@ def layer_pages(name: str, tensor: torch.Tensor, num_blocks: int, *, block_dim: 
         )
     ratio = shape[block_dim] // num_blocks
     storage = tensor.untyped_storage()
-    start = tensor.storage_offset() * item
+    start = int(tensor.storage_offset()) * item
     fragments: tuple[tuple[int, int], ...] = ()
     if tensor.numel():
         _check_strides(name, shape, strides, item, storage.nbytes() - start)
@@ -89,7 +89,7 @@ def layer_pages(name: str, tensor: torch.Tensor, num_blocks: int, *, block_dim: 
         fragments = _fragments([*inner, (ratio, strides[block_dim])], item)
     return LayerPages(
         name=name,
-        base_address=storage.data_ptr() + start,
+        base_address=int(storage.data_ptr()) + start,
         block_stride_bytes=strides[block_dim] * ratio,
         num_blocks=num_blocks,
         fragments=fragments,
@@ -116,7 +116,8 @@ def _check_strides(
 
 def _fragments(axes: Sequence[tuple[int, int]], item: int) -> tuple[tuple[int, int], ...]:
     """Contiguous pieces of one block, by offset; axes: (size, stride in bytes)."""
-    run, outer = item, []
+    run = item
+    outer: list[range] = []
     for stride, size in sorted((s, n) for n, s in axes if n > 1):
         if stride == run and not outer:
             run *= size
@@ -180,16 +181,18 @@ class GroupPages:
 class PageCopies:
     """What one job copies: entry i is block[i] of group[i] and slot[i] of the group's arena.
 
-    group: int32[n], block: int64[n], slot: int64[n]. Not to be changed once submitted.
+    group: int32[n], block: int64[n], slot: int64[n]; any integer arrays are taken and converted.
+    Not to be changed once submitted.
     Raises TransferError if the arrays are not flat, not integers or differ in length.
     """
 
-    group: NDArray[np.int32]
-    block: NDArray[np.int64]
-    slot: NDArray[np.int64]
+    group: NDArray[np.integer[Any]]
+    block: NDArray[np.integer[Any]]
+    slot: NDArray[np.integer[Any]]
 
     def __post_init__(self) -> None:
-        self.group = _indices("group", self.group).astype(np.int32)
+        group = _indices("group", self.group)
+        self.group = group.clip(-1, np.iinfo(np.int32).max).astype(np.int32)  # never wraps into range
         self.block = _indices("block", self.block)
         self.slot = _indices("slot", self.slot)
         if not len(self.group) == len(self.block) == len(self.slot):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -88,7 +89,8 @@ class HostCopier:
 
     def _warm_up(self) -> None:
         """Compile now: the first job must not wait for the compiler."""
-        nothing = PageCopies(*(np.zeros(0, dtype=np.int64),) * 3)
+        none = np.zeros(0, dtype=np.int64)
+        nothing = PageCopies(none, none, none)
         self._copy(nothing, save=True)
         self._zero(nothing)
 
@@ -200,7 +202,7 @@ class HostCopier:
         before = np.cumsum(self._plan.page_bytes[copies.group]) if count else np.zeros(0)
         cuts = np.searchsorted(before, np.arange(1, count) * (job.num_bytes / max(1, count)))
         edges = [0, *cuts.tolist(), len(copies)]
-        parts = [slice(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False) if hi > lo]
+        parts = [slice(lo, hi) for lo, hi in itertools.pairwise(edges) if hi > lo]
         return [PageCopies(copies.group[p], copies.block[p], copies.slot[p]) for p in parts]
 
     def _copy(self, part: PageCopies, *, save: bool) -> None:

@@ -33,7 +33,7 @@ def _jit(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True)(function)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _memcpy(typingctx: Any, dst: Any, src: Any, size: Any) -> Any:
     """memcpy(dst, src, size) on addresses."""
 
@@ -47,7 +47,7 @@ def _memcpy(typingctx: Any, dst: Any, src: Any, size: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _memzero(typingctx: Any, dst: Any, size: Any) -> Any:
     """Fill `size` bytes at address `dst` with zeros."""
 
@@ -58,7 +58,7 @@ def _memzero(typingctx: Any, dst: Any, size: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
     """Copy 64 bytes to an aligned address with stores that bypass the caches."""
 
@@ -72,7 +72,7 @@ def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _fence(typingctx: Any) -> Any:
     """Streamed stores are visible to other threads before anything that follows."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +66,7 @@ class PagePlan:
             for layer in group.layers if group else ():
                 if layer.device_type != device_type:
                     raise TransferError(
-                        f"layer {layer.name!r} lies in {layer.device_type} memory, this copier needs {device_type}"
+                        f"layer {layer.name!r} lies in {layer.device_type} memory, not in {device_type}"
                     )
         self.arena_of = np.array([_arena(arena_of, g, p) for g, p in enumerate(self.groups)], dtype=np.int64)
         self.page_bytes = np.array([g.page_bytes if g else 0 for g in self.groups], dtype=np.int64)
@@ -156,11 +156,11 @@ class PagePlan:
         self,
         copies: PageCopies,
         holds: NDArray[np.bool_],
-        space: NDArray[np.signedinteger],
-        index: IntArray,
+        space: NDArray[np.integer[Any]],
+        index: NDArray[np.integer[Any]],
         why: str,
     ) -> None:
-        key = space.astype(np.int64) << 40 | index
+        key = space.astype(np.int64) << 40 | index.astype(np.int64)
         order = np.argsort(key, kind="stable")
         again = np.zeros(len(copies), dtype=np.bool_)
         again[order[1:]] = key[order[1:]] == key[order[:-1]]
@@ -190,10 +190,8 @@ class PagePlan:
 def _arena(arena_of: ArenaOf, g: int, group: GroupPages | None) -> int:
     if group is None or group.page_bytes == 0:
         return NO_ARENA
-    if isinstance(arena_of, Mapping):
-        index = arena_of.get(g)
-    else:
-        index = arena_of[g] if g < len(arena_of) else None
+    by_group = arena_of if isinstance(arena_of, Mapping) else dict(enumerate(arena_of))
+    index = by_group.get(g)
     if index is None:
         raise TransferError(f"cache group {group.name!r}: has pages but no arena")
     return index
