@@ -68,8 +68,8 @@ def main(arguments: list[str]) -> int:
             problems = list(broken_packages())
         case ["pins", *paths] if paths:
             problems = list(missing_pins(paths))
-        case ["needs-triton"]:
-            return int(torch_brings_triton())
+        case ["brings-triton"]:
+            return int(not torch_brings_triton())
         case _:
             print(__doc__, file=sys.stderr)
             return 2

@@ -52,34 +52,39 @@ make_venv() {
 
 pip_install() { "$venv/bin/python" -m pip install "$@"; }
 
+has_pins() { "$venv/bin/python" scripts/check_env.py pins "$@" 2>/dev/null; }
+
 install_packages() {
-    say "2/5 torch (about 200 MB for the CPU build)"
-    # shellcheck disable=SC2086  # a list of arguments, split on purpose
-    pip_install ${KVQUILT_PIP_TORCH_ARGS:-} -r requirements/torch.lock.txt
-
-    say "3/5 the engine and what it needs (about 800 MB)"
-    local engine=requirements/engine.lock.txt
-    if ! "$venv/bin/python" scripts/check_env.py needs-triton; then
-        # A GPU build of torch pins its own triton, which must stay.
-        grep -v '^triton==' "$engine" >"$venv/engine.txt"
-        engine=$venv/engine.txt
+    local torch=requirements/torch.lock.txt engine=requirements/engine.lock.txt dev=requirements/dev.lock.txt
+    if ! has_pins "$torch"; then
+        say "2/5 torch (about 200 MB for the CPU build)"
+        # shellcheck disable=SC2086  # a list of arguments, split on purpose
+        pip_install ${KVQUILT_PIP_TORCH_ARGS:-} -r "$torch"
     fi
-    pip_install --no-deps -r "$engine"
-
-    say "4/5 tools for tests, types, lint and docs"
-    pip_install --no-deps -r requirements/dev.lock.txt
-
+    if "$venv/bin/python" scripts/check_env.py brings-triton; then
+        # A GPU build of torch pins its own triton, which must stay.
+        grep -v '^triton==' "$engine" >"$venv/engine.lock.txt"
+        engine=$venv/engine.lock.txt
+    fi
+    if ! has_pins "$engine"; then
+        say "3/5 the engine and what it needs (about 800 MB)"
+        pip_install --no-deps -r "$engine"
+    fi
+    if ! has_pins "$dev"; then
+        say "4/5 tools for tests, types, lint and docs"
+        pip_install --no-deps -r "$dev"
+    fi
     say "5/5 kvquilt itself, editable"
     pip_install --quiet --no-deps --no-build-isolation -e .
+    "$venv/bin/python" scripts/check_env.py pins "$torch" "$engine" "$dev" ||
+        die "versions differ from requirements/; run it again, or remove $venv first"
 }
 
 verify() {
     "$venv/bin/python" scripts/check_env.py whole || die "packages lack files (disk full?); run it again"
-    if "$venv/bin/python" scripts/check_env.py needs-triton; then
-        "$venv/bin/python" scripts/check_env.py pins "${locks[@]}" || die "wrong versions in $venv; run it again"
-    fi
-    HF_HUB_OFFLINE=1 "$venv/bin/python" -c 'import torch, vllm.config' >/dev/null ||
-        die "the engine does not import; remove $venv and run it again"
+    # Loaded once, so that a broken engine shows here and not as a hundred failing tests.
+    HF_HUB_OFFLINE=1 "$venv/bin/python" -c 'import torch, vllm.config' >"$venv/import.log" 2>&1 ||
+        die "the engine does not import; remove $venv and run it again. It said: $(tail -n 3 "$venv/import.log")"
 }
 
 is_ready && exit 0
