@@ -7,7 +7,7 @@ expect) asks `needed_blocks`; nobody writes the rule again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,12 @@ def first_needed_token(group: CacheGroup, tokens: int) -> int:
     return int(_first_needed(group, np.asarray(tokens, dtype=np.int64)))
 
 
+@overload
+def needed_blocks(group: CacheGroup, tokens: int) -> tuple[int, int]: ...
+@overload
+def needed_blocks(
+    group: CacheGroup, tokens: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def needed_blocks(group: CacheGroup, tokens: Boundaries) -> tuple[Boundaries, Boundaries]:
     """Blocks [lo, hi) of `group` that must be restored to resume after `tokens` tokens.
 

@@ -1,0 +1,46 @@
+"""What the docs say about options, pages and files is true."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvquilt.config import Options
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+
+
+def documented_options() -> dict[str, object]:
+    """Option -> default, from the table in docs/options.md."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(.+?)` \|", (DOCS / "options.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return {name: json.loads(default) for name, default in rows}
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    defaults = Options()
+    assert documented_options() == {name: getattr(defaults, name) for name in Options.__struct_fields__}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in DOCS.glob("*.md")}
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.name)
+def test_links_to_files_lead_somewhere(text: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text.read_text(encoding="utf-8"))
+    assert [link for link in links if not (text.parent / link).exists()] == []
+
+
+def test_the_read_me_shows_the_commands_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {"demo", "test"} <= commands
+    assert commands <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
