@@ -41,6 +41,6 @@ def test_links_to_files_lead_somewhere(text: Path) -> None:
 
 def test_the_read_me_shows_the_commands_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    commands = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    commands = set(re.findall(r"\$ make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert {"demo", "test"} <= commands
     assert commands <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
