@@ -11,6 +11,8 @@ export NO_MKDOCS_2_WARNING := 1
 
 # The demo: the default benchmark at a size that ends in about two minutes on two cores.
 DEMO_ARGS ?= --model gemma4-mini --requests 24 --concurrency 4 --prompt-tokens 1000 --output-tokens 8 --ram-bytes 1GiB
+# Files that start with an underscore are parts of others; gpu_check.py needs a GPU.
+BENCHMARKS ?= $(filter-out benchmarks/gpu_check.py benchmarks/_%,$(wildcard benchmarks/*.py))
 # Arguments for pytest: make test PYTEST_ARGS="-m 'not engine' -x"
 PYTEST_ARGS ?=
 
@@ -50,8 +52,8 @@ docs: setup ## build the docs into site/, warnings are errors
 docs-serve: setup ## the docs with live reload
 	@$(BIN)/mkdocs serve
 
-bench: setup ## every benchmark: figure, limit, ratio
-	@shopt -s nullglob; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: setup ## every benchmark that needs no GPU: figure, limit, ratio
+	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 coverage: setup ## coverage of the fast tests
 	@$(BIN)/python -m pytest -m "not engine" --cov --cov-report=term
