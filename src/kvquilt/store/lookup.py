@@ -1,0 +1,149 @@
+"""The longest boundary that the visible pages of a chain can serve, and the slots to load.
+
+Dense groups are probed first, each up to its first hole; the others only up to the dense hit:
+first at that boundary alone, which is the common case, and only if that fails as a whole,
+through `hits.valid_at` and `hits.joint_hit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvquilt.hits import boundaries, joint_hit, num_probed_blocks, valid_at
+from kvquilt.layout import CacheLayout, needed_blocks
+from kvquilt.store.chain import Chain
+from kvquilt.store.index import GroupIndex
+
+__all__ = ["Part", "Resolution", "needed_range", "resolve", "resolve_at"]
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """What the boundary needs of one group beyond the engine's own tokens.
+
+    slots: of blocks first, first + 1, ...; the last `peek` of them (0 or 1) are required, not loaded.
+    """
+
+    view: GroupIndex
+    first: int
+    slots: IntArray
+    peek: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Resolution:
+    """The boundary, the group that limits it, and a part per group."""
+
+    tokens: int
+    limited_by: str | None
+    parts: tuple[Part, ...]
+
+
+def needed_range(view: GroupIndex, tokens: int) -> tuple[int, int]:
+    """Blocks [lo, hi) that must be present at a boundary, the peek block included."""
+    lo, hi = needed_blocks(view.group, tokens)
+    return int(lo), int(hi) + int(view.group.draft)
+
+
+def resolve(
+    layout: CacheLayout,
+    views: Sequence[GroupIndex],
+    chain: Chain,
+    num_tokens: int,
+    local_tokens: int,
+    ignore: Collection[str],
+) -> Resolution:
+    """The longest boundary below `num_tokens` that all groups but the ignored ones can serve.
+
+    Equals `hits.longest_hit` over what is visible. limited_by is the dense group that ends
+    first if the hit goes as far as the dense pages do; else it is `joint_hit`'s over the
+    boundaries up to there, since the other groups are not asked about later ones.
+    """
+    asked = [view for view in views if view.group.name not in ignore]
+    longest = layout.max_boundary(num_tokens)
+    reach, dense, limiting = _dense_reach(layout, asked, chain, longest, local_tokens)
+    if reach == 0:
+        return Resolution(0, limiting, ())
+    others = [view for view in asked if not view.group.dense]
+    parts = _parts(others, chain, reach, local_tokens)
+    if parts is not None:
+        return Resolution(reach, limiting, _in_order(dense, parts, reach))
+    ends = boundaries(layout, reach + 1)
+    verdicts = [
+        valid_at(v.group, _presence(v, chain, reach, local_tokens), ends, local_tokens) for v in others
+    ]
+    groups = [v.group for v in others]
+    hit = joint_hit(groups, verdicts, ends)
+    parts = _parts(others, chain, hit.tokens, local_tokens) if hit.tokens else []
+    if parts is None:  # resolve and probe hold one lock: what was present is present
+        raise AssertionError(f"pages of a valid boundary at {hit.tokens} tokens are missing")
+    return Resolution(hit.tokens, hit.limited_by, _in_order(dense, parts, hit.tokens))
+
+
+def resolve_at(
+    views: Sequence[GroupIndex], chain: Chain, tokens: int, local_tokens: int, ignore: Collection[str]
+) -> Resolution | None:
+    """`resolve` for one given boundary; None if some group can't serve it."""
+    parts = _parts([v for v in views if v.group.name not in ignore], chain, tokens, local_tokens)
+    return None if parts is None else Resolution(tokens, None, tuple(parts))
+
+
+def _dense_reach(
+    layout: CacheLayout, views: Sequence[GroupIndex], chain: Chain, longest: int, local_tokens: int
+) -> tuple[int, list[Part], str | None]:
+    """Longest boundary that the dense groups serve, their parts up to it, and who ends first."""
+    found: list[tuple[GroupIndex, int, IntArray]] = []
+    reach, limiting = longest, None
+    for view in views:
+        if not view.group.dense:
+            continue
+        first = local_tokens // view.group.tokens_per_block
+        slots = view.prefix(chain, first, num_probed_blocks(view.group, reach))
+        found.append((view, first, slots))
+        blocks = first + slots.size - int(view.group.draft)
+        own = max(0, blocks) * view.group.tokens_per_block // layout.lattice_tokens * layout.lattice_tokens
+        if own < reach:
+            reach, limiting = own, view.group.name
+    parts = [Part(view, first, slots, int(view.group.draft)) for view, first, slots in found]
+    return reach, parts, limiting
+
+
+def _parts(views: Sequence[GroupIndex], chain: Chain, tokens: int, local_tokens: int) -> list[Part] | None:
+    """What each group needs at a boundary, or None if a page is missing."""
+    parts = []
+    for view in views:
+        lo, end = needed_range(view, tokens)
+        first = max(lo, local_tokens // view.group.tokens_per_block)
+        if first >= end:
+            continue
+        slots, count = view.probe(chain, first, end)
+        if count < end - first:
+            return None
+        peek = int(view.group.draft)
+        parts.append(Part(view, first, slots, peek))
+    return parts
+
+
+def _presence(view: GroupIndex, chain: Chain, tokens: int, local_tokens: int) -> NDArray[np.bool_]:
+    first = local_tokens // view.group.tokens_per_block
+    last = num_probed_blocks(view.group, tokens)
+    present = np.zeros(last, dtype=np.bool_)
+    if first < last:
+        present[first:] = view.probe(chain, first, last)[0] >= 0
+    return present
+
+
+def _in_order(dense: Sequence[Part], others: Sequence[Part], tokens: int) -> tuple[Part, ...]:
+    """All parts in group order, the dense ones cut to what `tokens` needs."""
+    cut = []
+    for part in dense:
+        end = needed_range(part.view, tokens)[1]
+        if end > part.first:
+            cut.append(Part(part.view, part.first, part.slots[: end - part.first], part.peek))
+    return tuple(sorted((*cut, *others), key=lambda part: part.view.index))

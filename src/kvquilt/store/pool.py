@@ -1,0 +1,153 @@
+"""Arenas: fixed slots in anonymous shared memory, made usable extent by extent.
+
+Touching fresh memory costs 0.6-0.7 s per GiB, so an arena of hundreds of GiB can't be faulted
+in before the engine starts, nor by the first saves. One daemon thread does it in the
+background for all arenas in turn, extent by extent: `posix_fallocate` gives the memory,
+MADV_POPULATE_WRITE proves that it can be written. Both calls run without the GIL. The thread
+shares one thing with everyone else, the integer `Arena.usable_slots`, which only grows.
+
+An extent that can't be had (ENOSPC, ENOMEM, EFAULT) is logged once and counted, and that arena
+stays at what it has: slots without memory are never handed out, since a write to them would
+end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from kvquilt.errors import SizingError
+from kvquilt.store.records import ArenaInfo
+
+__all__ = ["EXTENT_BYTES", "SLOT_ALIGNMENT", "Arena", "Populate", "Prefault", "populate_extent"]
+
+SLOT_ALIGNMENT = 4096
+EXTENT_BYTES = 64 << 20
+
+_MADV_POPULATE_WRITE = 23
+_logger = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+Populate = Callable[[int, int, int], None]
+"""(fd, offset, length) -> None: give memory to a part of a file; raises OSError if it can't."""
+
+
+def populate_extent(fd: int, offset: int, length: int) -> None:
+    """Allocate and touch [offset, offset + length) of a memfd. Raises OSError."""
+    os.posix_fallocate(fd, offset, length)
+    with mmap.mmap(fd, length, offset=offset) as mapped:
+        anchor = ctypes.c_char.from_buffer(mapped)
+        try:
+            if _libc.madvise(ctypes.addressof(anchor), length, _MADV_POPULATE_WRITE):
+                code = ctypes.get_errno()
+                if code != errno.EINVAL:  # EINVAL: a kernel before 5.14; the memory is allocated all the same
+                    raise OSError(code, os.strerror(code))
+        finally:
+            del anchor
+
+
+class Arena:
+    """`num_slots` slots of `slot_stride` bytes in one memfd; slot i starts at i * slot_stride.
+
+    The file is sealed against shrinking and growing, so a peer that maps it can't be made to
+    fault. The arena keeps no mapping itself: users map `fd`. usable_slots: slots [0, usable)
+    have memory; it only grows. Raises SizingError for impossible sizes or if the system refuses.
+    """
+
+    def __init__(self, index: int, name: str, num_slots: int, slot_stride: int) -> None:
+        if num_slots < 1 or slot_stride < 1 or slot_stride % SLOT_ALIGNMENT:
+            raise SizingError(
+                f"arena {name!r}: {num_slots} slots of {slot_stride} bytes: at least one slot, and a stride "
+                f"that is a positive multiple of {SLOT_ALIGNMENT}, are needed"
+            )
+        self.index = index
+        self.name = name
+        self.num_slots = num_slots
+        self.slot_stride = slot_stride
+        self.usable_slots = 0
+        self.fd = _sealed_memfd(name, self.size_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file."""
+        return self.num_slots * self.slot_stride
+
+    @property
+    def info(self) -> ArenaInfo:
+        """What a peer needs to know beside the file descriptor."""
+        return ArenaInfo(self.index, self.name, self.num_slots, self.slot_stride, self.size_bytes)
+
+    def close(self) -> None:
+        """Close the file descriptor; the memory goes with its last mapping. May be called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _sealed_memfd(name: str, size_bytes: int) -> int:
+    # A memfd's name is cut at 249 bytes by refusing longer ones; it only serves /proc readers.
+    fd = os.memfd_create(f"kvquilt-{name}"[:60], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(fd)
+        raise SizingError(f"arena {name!r}: shared memory of {size_bytes} bytes: {error}") from error
+    return fd
+
+
+class Prefault:
+    """Gives the arenas their memory, extent by extent, one extent of each arena in turn.
+
+    `start` runs it in one daemon thread, `run` in the caller's. failures: extents that could
+    not be had. Guarded by nothing: the thread alone writes `failures` and `usable_slots`.
+    """
+
+    def __init__(self, arenas: Sequence[Arena], populate: Populate = populate_extent) -> None:
+        self.failures = 0
+        self._arenas = arenas
+        self._populate = populate
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Work in the background until all extents are done or `close` is called."""
+        self._thread = threading.Thread(target=self.run, name="kvquilt-prefault", daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Work until all extents are done."""
+        growing = list(self._arenas)
+        while growing and not self._stop.is_set():
+            growing = [arena for arena in growing if not self._stop.is_set() and self._grow(arena)]
+
+    def close(self) -> None:
+        """Stop after the extent in hand, and wait for the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _grow(self, arena: Arena) -> bool:
+        """Make one more extent usable; False if there is none to do."""
+        first = arena.usable_slots
+        last = min(arena.num_slots, first + max(1, EXTENT_BYTES // arena.slot_stride))
+        try:
+            self._populate(arena.fd, first * arena.slot_stride, (last - first) * arena.slot_stride)
+        except (OSError, ValueError) as error:
+            self.failures += 1
+            if self.failures == 1:
+                _logger.error(
+                    "no memory for slots %d.. of arena %s (%s): going on with %d of %d slots there",
+                    first, arena.name, error, first, arena.num_slots,
+                )  # fmt: skip
+            return False
+        arena.usable_slots = last
+        return last < arena.num_slots

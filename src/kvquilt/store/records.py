@@ -1,0 +1,167 @@
+"""Values that pass between the store and its users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvquilt.store.chain import Chain
+
+__all__ = [
+    "ArenaAudit",
+    "ArenaInfo",
+    "Audit",
+    "Found",
+    "Grant",
+    "GroupStats",
+    "PageRange",
+    "SlotPlanLike",
+    "StoreStats",
+    "Ticket",
+    "Want",
+]
+
+IntArray = NDArray[np.int64]
+
+
+class SlotPlanLike(Protocol):
+    """What the store reads of a `kvquilt.sizing.SlotPlan`."""
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """Slots per group name."""
+
+    @property
+    def slot_bytes(self) -> Mapping[str, int]:
+        """Stride of a group's slots: the pages of all local ranks, rounded up to 4 KiB."""
+
+    @property
+    def partition(self) -> str:
+        """ "solved" or "shared_rows"."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Local ranks whose pages lie in one slot."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PageRange:
+    """Pages of consecutive blocks of one group: block first_block + i lies in slots[i]."""
+
+    group: int
+    first_block: int
+    slots: IntArray
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Found:
+    """Answer of a look-up.
+
+    tokens: the boundary, the engine's own tokens included. limited_by: the group that kept it
+    from being longer, None if the prompt did. lease_id: None if there is nothing to load.
+    pages: what to load, of every group that needs something, in group order.
+    """
+
+    tokens: int
+    limited_by: str | None
+    lease_id: int | None
+    pages: tuple[PageRange, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Want:
+    """Blocks of one group of one request that are about to be saved."""
+
+    chain: Chain
+    group: int
+    blocks: IntArray
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Grant:
+    """Slots for some of the blocks of wants[want]: blocks[i] goes to slots[i]."""
+
+    want: int
+    blocks: IntArray
+    slots: IntArray
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ticket:
+    """What `reserve` granted, and what it skipped and why, in blocks by group name."""
+
+    ticket_id: int | None
+    grants: list[Grant] = field(default_factory=list)
+    skipped_present: dict[str, int] = field(default_factory=dict)
+    skipped_ticketed: dict[str, int] = field(default_factory=dict)
+    skipped_full: dict[str, int] = field(default_factory=dict)
+
+
+class ArenaInfo(msgspec.Struct, frozen=True):
+    """Facts of an arena that another process needs beside its file descriptor."""
+
+    index: int
+    name: str
+    num_slots: int
+    slot_stride: int
+    size_bytes: int
+
+
+class GroupStats(msgspec.Struct, frozen=True):
+    """One group's use of the store.
+
+    bytes_used: slots times stride. idle_slots: free slots of its arena (under "shared_rows" the
+    rows free for any group); never_used_slots: those of them that never held a page.
+    """
+
+    name: str
+    slots: int
+    usable_slots: int
+    pages: int
+    bytes_used: int
+    idle_slots: int
+    never_used_slots: int
+    committed_pages: int
+    evictions: int
+    evictions_by_reason: dict[str, int]
+
+
+class StoreStats(msgspec.Struct, frozen=True):
+    """Counters since the start (evictions, committed pages, failures) and levels (the rest)."""
+
+    groups: list[GroupStats]
+    leases: int
+    leased_slots: int
+    tickets: int
+    ticketed_slots: int
+    expired_leases: int
+    detached_tickets: int
+    prefault_failures: int
+
+
+class ArenaAudit(msgspec.Struct, frozen=True):
+    """Slots of one arena by state; free + used + reserved + unusable == total.
+
+    used: visible pages, and withdrawn ones that a lease still reads. reserved: under a ticket.
+    """
+
+    name: str
+    total: int
+    free: int
+    used: int
+    reserved: int
+    unusable: int
+    leased: int
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """What `Store.audit` counted; it raises instead if anything does not add up."""
+
+    arenas: list[ArenaAudit]
+    leases: int
+    tickets: int

@@ -1,0 +1,320 @@
+"""`Store`: pages of all groups in host RAM, found by the engine's hashes.
+
+Every call is a batch: one look-up per request, one reservation per engine step. Nothing here
+copies or reads page bytes; callers move them between the engine and the slots it names.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvquilt.errors import KVQuiltError
+from kvquilt.layout import CacheLayout
+from kvquilt.store import kernels
+from kvquilt.store.accounts import audit, collect_stats
+from kvquilt.store.admission import Admission
+from kvquilt.store.arenas import build_arenas
+from kvquilt.store.chain import Chain
+from kvquilt.store.leases import Leases, PendingTicket, Tickets
+from kvquilt.store.lookup import Resolution, needed_range, resolve, resolve_at
+from kvquilt.store.pool import Arena, Populate, Prefault, populate_extent
+from kvquilt.store.records import Audit, Found, PageRange, SlotPlanLike, StoreStats, Ticket, Want
+
+__all__ = ["Store"]
+
+IntArray = NDArray[np.int64]
+
+
+class Store:
+    """Pages of one layout in shared memory: look-up, leases, tickets, eviction.
+
+    layout, plan: the groups and their slots; a plan for other groups or ranks is refused.
+    num_ranks: local ranks whose pages lie one after another in each slot.
+    clock: seconds, for leases and tickets only; recency has its own count of touches.
+    lease_seconds: life of a lease whose owner is not live. ticket_seconds: after it a ticket that
+    has not ended loses its keys, so that others can write them; its slots stay reserved.
+    prefault: True gives the slots their memory in the background, "sync" before returning,
+    False declares all slots usable without touching them (tests, benchmarks of the index).
+    populate: how an extent gets its memory.
+
+    One lock guards all state but `Arena.usable_slots`, which the prefault thread publishes; it
+    is never held while memory or page bytes are touched. Calls after `close` raise KVQuiltError.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        plan: SlotPlanLike,
+        *,
+        num_ranks: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        lease_seconds: float = 60.0,
+        ticket_seconds: float = 120.0,
+        prefault: bool | Literal["sync"] = True,
+        populate: Populate = populate_extent,
+    ) -> None:
+        self.layout = layout
+        built = build_arenas(layout, plan, num_ranks)
+        self.arenas: tuple[Arena, ...] = built.arenas
+        self.arena_of: tuple[int, ...] = built.arena_of
+        self._built = built
+        self._views = tuple(built.views.values())
+        # Dense groups last, so that where groups share an arena a checkpoint goes before its prefix.
+        self._by_age = tuple(sorted(self._views, key=lambda view: view.group.dense))
+        self._lock = threading.Lock()
+        self._closed = False
+        self._leases = Leases(clock, lease_seconds)
+        self._tickets = Tickets(clock, ticket_seconds)
+        self._admission = Admission(layout, built)
+        self._prefault = Prefault(self.arenas, populate)
+        self._start_memory(prefault)
+
+    # Look-up and leases
+
+    def lookup(
+        self,
+        owner: str,
+        chain: Chain,
+        num_tokens: int,
+        *,
+        local_tokens: int = 0,
+        ignore: Collection[str] = (),
+    ) -> Found:
+        """The longest boundary below `num_tokens`, with its pages leased to `owner`.
+
+        local_tokens: what the engine holds itself: counts as present, is not leased.
+        ignore: names of groups to leave out. Pages of the boundary become the newest, tail
+        before head. A draft group's peek block is required, but neither returned nor leased.
+        """
+        with self._lock:
+            self._check_open()
+            found = resolve(self.layout, self._views, chain, num_tokens, local_tokens, ignore)
+            return self._lease(owner, chain, found)
+
+    def lease_at(
+        self,
+        owner: str,
+        chain: Chain,
+        tokens: int,
+        *,
+        local_tokens: int = 0,
+        ignore: Collection[str] = (),
+    ) -> Found | None:
+        """`lookup` for one given boundary; None if it is not one, or not every group can serve it."""
+        with self._lock:
+            self._check_open()
+            if tokens < 0 or tokens % self.layout.lattice_tokens:
+                return None
+            found = resolve_at(self._views, chain, tokens, local_tokens, ignore)
+            return None if found is None else self._lease(owner, chain, found)
+
+    def pages(self, lease_id: int, owner: str) -> tuple[PageRange, ...]:
+        """What a lease covers. Raises LeaseError if it ended, ran out, or is someone else's."""
+        with self._lock:
+            self._check_open()
+            return self._leases.get(lease_id, owner).pages
+
+    def renew(self, lease_id: int, owner: str) -> None:
+        """Start a lease's time again. Raises LeaseError as `pages` does."""
+        with self._lock:
+            self._check_open()
+            self._leases.renew(lease_id, owner)
+
+    def release(self, lease_id: int, owner: str) -> None:
+        """End a lease. Raises LeaseError as `pages` does, and then changes nothing."""
+        with self._lock:
+            self._check_open()
+            self._leases.release(lease_id, owner)
+
+    def expire(self) -> int:
+        """End leases that have run out, and take the keys of overdue tickets; how many leases."""
+        with self._lock:
+            self._check_open()
+            return self._expire()
+
+    def register_owner(self, owner: str, *, live: bool = False) -> None:
+        """Say whether `owner` is live: its leases then don't end by time. Others need no registration."""
+        with self._lock:
+            self._check_open()
+            self._leases.set_live(owner, live)
+
+    def release_owner(self, owner: str) -> None:
+        """End all leases of `owner` and abort all its tickets: it must have stopped copying."""
+        with self._lock:
+            self._check_open()
+            self._leases.release_owner(owner)
+            for ticket in self._tickets.take_owner(owner):
+                self._abort(ticket)
+
+    # Saving
+
+    def missing(self, chain: Chain, group_index: int, blocks: IntArray) -> NDArray[np.bool_]:
+        """For each block: is its page neither visible nor being written? All False for a group without pages.
+
+        Raises ValueError for blocks that the chain has no hash for.
+        """
+        with self._lock:
+            self._check_open()
+            view = self._built.views.get(group_index)
+            if view is None:
+                return np.zeros(len(blocks), dtype=np.bool_)
+            wanted = self._admission.checked_blocks(view, chain, blocks)
+            return np.asarray(view.states(chain, wanted) == kernels.FREE)
+
+    def reserve(self, owner: str, wants: Sequence[Want]) -> Ticket:
+        """Slots for the wanted blocks that nobody has or is writing; makes room by eviction.
+
+        Never waits: what finds no room is skipped and counted. Room is made by the oldest pages
+        that are neither leased nor part of the prefixes being saved, so a prompt longer than
+        the store keeps its head. Where a dense block is refused, pages of other groups that
+        could be used only together with it are refused too.
+        Raises ValueError for a group without pages, or blocks that the chain has no hash for.
+        """
+        with self._lock:
+            self._check_open()
+            self._expire()
+            self._admit_memory()
+            ticket, reserved = self._admission.reserve(wants)
+            if not reserved:
+                return ticket
+            ticket_id = self._tickets.open(owner, reserved)
+            return Ticket(
+                ticket_id,
+                ticket.grants,
+                ticket.skipped_present,
+                ticket.skipped_ticketed,
+                ticket.skipped_full,
+            )
+
+    def commit(self, ticket_id: int, owner: str, *, failed: bool = False) -> None:
+        """All ranks have written: the pages become visible, and their dense prefix the newest.
+
+        failed: one rank could not; nothing becomes visible. Pages reserved before a `reset`, or
+        whose ticket was overdue, are dropped. Raises TicketError for an unknown or foreign ticket.
+        """
+        with self._lock:
+            self._check_open()
+            ticket = self._tickets.take(ticket_id, owner)
+            if failed:
+                self._abort(ticket)
+            else:
+                self._admission.commit(ticket)
+
+    def abort(self, ticket_id: int, owner: str) -> None:
+        """End a ticket unwritten; its slots are free at once. Raises TicketError as `commit` does."""
+        self.commit(ticket_id, owner, failed=True)
+
+    # Upkeep
+
+    def touch(self, chain: Chain, tokens: int) -> None:
+        """Make the visible pages of the last boundary within `tokens` the newest, tail before head."""
+        with self._lock:
+            self._check_open()
+            boundary = tokens // self.layout.lattice_tokens * self.layout.lattice_tokens
+            if boundary > 0:
+                for view in self._by_age:
+                    view.touch(chain, *needed_range(view, boundary))
+
+    def withdraw(self, chain: Chain, group_index: int, blocks: IntArray) -> int:
+        """Make pages that proved bad invisible, and the checkpoints that need them.
+
+        Returns how many of the blocks were visible. Raises ValueError as `missing` does.
+        """
+        with self._lock:
+            self._check_open()
+            view = self._built.views.get(group_index)
+            if view is None:
+                return 0
+            return self._admission.withdraw(view, chain, self._admission.checked_blocks(view, chain, blocks))
+
+    def reset(self) -> None:
+        """Forget all pages. Leased ones stay readable by their leases; tickets land invisibly."""
+        with self._lock:
+            self._check_open()
+            for slots, usable in zip(self._built.slots, self._admission.usable, strict=True):
+                kernels.clear(slots, usable)
+
+    def audit(self) -> Audit:
+        """Count everything twice. Raises StoreCorruptError with all that does not add up."""
+        with self._lock:
+            self._check_open()
+            return audit(self._built, self._admission.usable, self._leases, self._tickets)
+
+    def stats(self) -> StoreStats:
+        """Counters and levels per group."""
+        with self._lock:
+            self._check_open()
+            self._admit_memory()
+            return collect_stats(
+                self.layout,
+                self._built,
+                self._admission,
+                self._leases,
+                self._tickets,
+                self._prefault.failures,
+            )
+
+    def close(self) -> None:
+        """Stop the prefault thread and close the arenas. May be called twice."""
+        with self._lock:
+            self._closed = True
+        self._prefault.close()
+        for arena in self.arenas:
+            arena.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _lease(self, owner: str, chain: Chain, found: Resolution) -> Found:
+        """Touch what the boundary needs and lease what the engine lacks."""
+        if found.tokens == 0:
+            return Found(0, found.limited_by, None, ())
+        parts = {part.view.index: part for part in found.parts}
+        pages, held = [], []
+        for view in self._by_age:
+            lo, end = needed_range(view, found.tokens)
+            part = parts.get(view.index)
+            if part is not None:
+                kernels.touch_slots(view.slots, part.slots)
+                end = part.first
+            view.touch(chain, lo, end)
+        for part in found.parts:
+            slots = part.slots[: part.slots.size - part.peek]
+            if slots.size:
+                pages.append(PageRange(part.view.index, part.first, slots))
+                held.append((part.view.slots, slots))
+        lease_id = self._leases.take(owner, tuple(pages), tuple(held)) if pages else None
+        return Found(found.tokens, found.limited_by, lease_id, tuple(pages))
+
+    def _abort(self, ticket: PendingTicket) -> None:
+        for part in ticket.reserved:
+            kernels.abort(part.view.slots, part.slots)
+
+    def _expire(self) -> int:
+        self._tickets.detach_overdue()
+        return self._leases.expire()
+
+    def _admit_memory(self) -> None:
+        self._admission.admit_memory([arena.usable_slots for arena in self.arenas])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KVQuiltError("the store is closed")
+
+    def _start_memory(self, prefault: bool | Literal["sync"]) -> None:
+        if prefault == "sync":
+            self._prefault.run()
+        elif prefault:
+            self._prefault.start()
+        else:
+            for arena in self.arenas:
+                arena.usable_slots = arena.num_slots
