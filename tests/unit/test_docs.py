@@ -28,6 +28,18 @@ def test_every_option_is_documented_with_its_default() -> None:
     assert documented_options() == {name: getattr(defaults, name) for name in Options.__struct_fields__}
 
 
+@pytest.mark.engine
+def test_every_metric_is_documented_with_its_type_and_label() -> None:
+    declared = pytest.importorskip("kvquilt.vllm.metrics", reason="needs vllm").METRICS
+    rows = re.findall(
+        r"^\| `kvquilt_(\w+)` \| (\w+) \| (?:`(\w+)`)? ?\|",
+        (DOCS / "metrics.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    wanted = [(name, metric.kind.__name__.lower(), metric.label) for name, metric in declared.items()]
+    assert sorted(rows) == sorted(wanted)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in DOCS.glob("*.md")}
