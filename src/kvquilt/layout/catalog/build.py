@@ -98,7 +98,18 @@ def layout_from_config(
     groups = group_layers(layers, block_outermost=kind in latent.BLOCK_OUTERMOST)
     if not groups:
         raise ConfigError(f"config.json ({kind}): no layer keeps KV of its own")
+    _check_blocks(settings, groups)
     return _assemble(model, kind, settings, groups)
+
+
+def _check_blocks(settings: Settings, groups: Sequence[Sequence[LayerSpec]]) -> None:
+    """Refuse block sizes that the engine's attention kernels refuse at start."""
+    for spec in (layers[0] for layers in groups):
+        if spec.kind != "recurrent" and not spec.mla and spec.tokens_per_block % settings.kernel_tokens:
+            raise ConfigError(
+                f"block_size={settings.block_size}: {spec.name} would get blocks of {spec.tokens_per_block} "
+                f"tokens; {settings.device} kernels take multiples of {settings.kernel_tokens}"
+            )
 
 
 def _family(model: ModelConfig) -> str:
