@@ -9,15 +9,19 @@ from kvquilt.transfer.base import (
     PageCopies,
     layer_pages,
 )
+from kvquilt.transfer.cuda import CudaCopier
 from kvquilt.transfer.host import HostCopier
+from kvquilt.transfer.select import copier_for
 
 __all__ = [
     "ArenaView",
     "Completion",
     "Copier",
+    "CudaCopier",
     "GroupPages",
     "HostCopier",
     "LayerPages",
     "PageCopies",
+    "copier_for",
     "layer_pages",
 ]

@@ -326,7 +326,8 @@ def test_close_lets_running_copies_end_and_fails_the_rest(monkeypatch):
     rig.copier.save(2, PageCopies([0], [1], [2]))
     closer = threading.Thread(target=rig.copier.close)
     closer.start()
-    assert rig.copier.wait(2, DEADLINE) and rig.copier.pending() == 1, "job 1 still copies"
+    assert rig.copier.wait(2, DEADLINE)
+    assert rig.copier.pending() == 1, "job 1 still copies"
     go.set()
     closer.join(DEADLINE)
     assert not closer.is_alive()
