@@ -17,7 +17,7 @@ from kvquilt.errors import SizingError
 from kvquilt.layout import CacheGroup, CacheLayout, needed_blocks
 from kvquilt.units import format_bytes
 
-__all__ = ["SLOT_ALIGNMENT", "Partition", "SlotPlan", "plan_slots"]
+__all__ = ["SLOT_ALIGNMENT", "Partition", "SlotPlan", "arena_indices", "plan_slots"]
 
 SLOT_ALIGNMENT = 4096  # direct disk I/O needs offsets and sizes in whole disk blocks
 Partition = Literal["solved", "shared_rows"]
@@ -39,6 +39,19 @@ class SlotPlan:
     bytes_used: int
     partition: Partition
     num_ranks: int
+
+
+def arena_indices(layout: CacheLayout, partition: Partition) -> tuple[int, ...]:
+    """Arena of each group by index; -1 for groups that store nothing.
+
+    "solved": an arena for each group that stores pages, in order; "shared_rows": one for all.
+    """
+    indices: list[int] = []
+    for group in layout.groups:
+        stores = group.cacheable and group.page_bytes > 0
+        used = 0 if partition == "shared_rows" else sum(i >= 0 for i in indices)
+        indices.append(used if stores else -1)
+    return tuple(indices)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""Options of the connector, validated before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvquilt.errors import ConfigError
+from kvquilt.units import parse_bytes
+
+__all__ = ["DEFAULT_CHECKPOINT_INTERVAL", "Options", "Retain", "parse_options"]
+
+Retain = Literal["dense", "prompt_end"]
+DEFAULT_CHECKPOINT_INTERVAL = 2048
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `kv_connector_extra_config` may hold.
+
+    ram_bytes: host memory for pages, of one engine core: an integer or "8GiB".
+    group_partition: "solved" gives each group slots of its own size; "shared_rows" makes every
+        slot one row as wide as the widest group's.
+    retention: "dense" keeps every page that some boundary can use; "prompt_end" keeps sliding
+        pages only where a later prompt can resume.
+    retain_slack: under "prompt_end", keep the boundary before the prompt's last one, too.
+    retain_generated: keep the KV of generated tokens (under "prompt_end" with a checkpoint at
+        the end of the generation).
+    checkpoint_interval: tokens between checkpoints that the split of `ram_bytes` assumes;
+        None: every block under "dense", 2,048 tokens under "prompt_end".
+    namespace_salt: text that sets apart stores which would otherwise share a namespace.
+    load_timeout_seconds: a load that takes longer is reported failed and recomputed.
+    mode: "read_write", or "save_only", which never looks up.
+    """
+
+    ram_bytes: int | str = "8GiB"
+    group_partition: Literal["solved", "shared_rows"] = "solved"
+    retention: Retain = "dense"
+    retain_slack: bool = True
+    retain_generated: bool = True
+    checkpoint_interval: int | None = None
+    namespace_salt: str = ""
+    load_timeout_seconds: float = 30.0
+    mode: Literal["read_write", "save_only"] = "read_write"
+
+    @property
+    def budget_bytes(self) -> int:
+        """`ram_bytes` as an integer."""
+        return parse_bytes(self.ram_bytes, "ram_bytes")
+
+    @property
+    def planned_checkpoint_interval(self) -> int | None:
+        """The interval for `plan_slots`: explicit, or the default of the retention."""
+        if self.checkpoint_interval is not None or self.retention == "dense":
+            return self.checkpoint_interval
+        return DEFAULT_CHECKPOINT_INTERVAL
+
+
+def parse_options(raw: Mapping[str, Any]) -> Options:
+    """Check `raw` and make `Options` of it.
+
+    Raises ConfigError naming the key and what is allowed; an unknown key with its nearest match.
+
+    >>> parse_options({"ram_bytes": "1GiB", "retention": "prompt_end"}).planned_checkpoint_interval
+    2048
+    """
+    for key in raw:
+        if key not in Options.__struct_fields__:
+            raise ConfigError(_unknown_key(str(key)))
+    try:
+        options = msgspec.convert(dict(raw), Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    if options.budget_bytes < 1:
+        raise ConfigError(f"ram_bytes={options.ram_bytes!r}: must be at least 1 byte")
+    if options.checkpoint_interval is not None and options.checkpoint_interval < 1:
+        raise ConfigError(f"checkpoint_interval={options.checkpoint_interval}: must be at least 1 token")
+    timeout = options.load_timeout_seconds
+    if not 0 < timeout < float("inf"):
+        raise ConfigError(f"load_timeout_seconds={timeout}: must be above 0 and finite")
+    return options
+
+
+def _unknown_key(key: str) -> str:
+    allowed = Options.__struct_fields__
+    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown option {key!r}{hint} (allowed: {', '.join(sorted(allowed))})"

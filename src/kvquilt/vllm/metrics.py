@@ -1,0 +1,168 @@
+"""What the connector counts, and how it reaches the engine's log and /metrics."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+__all__ = ["METRICS", "KVQuiltPromMetrics", "KVQuiltStats", "Meter", "Metric"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: its Prometheus type, what it says, and its one label ("" for none)."""
+
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    text: str
+    label: str = ""
+
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+METRICS: dict[str, Metric] = {
+    "lookups": Metric(Counter, "Look-ups resolved, by outcome", "outcome"),
+    "hit_tokens": Metric(
+        Counter, "Tokens loaded, by the group that kept the hit from being longer", "limited_by"
+    ),
+    "saved_pages": Metric(Counter, "Pages saved and committed", "group"),
+    "saved_bytes": Metric(Counter, "Bytes saved and committed", "group"),
+    "loaded_pages": Metric(Counter, "Pages put back", "group"),
+    "loaded_bytes": Metric(Counter, "Bytes put back", "group"),
+    "saves_skipped": Metric(Counter, "Pages not saved, by reason", "reason"),
+    "saves_failed": Metric(Counter, "Save jobs that failed on some rank"),
+    "evictions": Metric(Counter, "Pages evicted", "group"),
+    "load_failures": Metric(Counter, "Loads reported failed and recomputed, by reason", "reason"),
+    "hook_errors": Metric(Counter, "Errors inside the connector that the engine did not see", "hook"),
+    "pages": Metric(Gauge, "Pages held", "group"),
+    "bytes_resident": Metric(Gauge, "Bytes of the pages held", "group"),
+    "pool_use": Metric(Gauge, "Share of the group's slots in use", "group"),
+    "idle_slots": Metric(Gauge, "Free slots", "group"),
+    "leases": Metric(Gauge, "Leases held"),
+    "tickets": Metric(Gauge, "Tickets open"),
+    "pins": Metric(Gauge, "Engine blocks pinned"),
+    "load_seconds": Metric(Histogram, "Seconds from the request for a load to the end of its copies"),
+    "save_seconds": Metric(Histogram, "Seconds from the request for a save to the end of its copies"),
+}
+
+
+class KVQuiltStats(KVConnectorStats):
+    """Counts since the last drain, gauges, and samples: {metric: {label value: number}} and
+    {metric: [seconds]}. Plain dicts, since the engine ships them between processes."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data or _empty())
+
+    def reset(self) -> None:
+        self.data = _empty()
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVQuiltStats:
+        for name, values in other.data["counters"].items():
+            mine = self.data["counters"].setdefault(name, {})
+            for label, value in values.items():
+                mine[label] = mine.get(label, 0) + value
+        self.data["gauges"].update(other.data["gauges"])
+        for name, samples in other.data["samples"].items():
+            self.data["samples"].setdefault(name, []).extend(samples)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        out: dict[str, int | float] = {
+            name: sum(values.values()) for name, values in self.data["counters"].items()
+        }
+        for name, samples in self.data["samples"].items():
+            if samples:
+                out[f"{name}_mean"] = round(sum(samples) / len(samples), 4)
+        for name in ("pages", "bytes_resident", "leases", "tickets", "pins"):
+            if name in self.data["gauges"]:
+                out[name] = sum(self.data["gauges"][name].values())
+        return out
+
+
+def _empty() -> dict[str, Any]:
+    return {"counters": {}, "gauges": {}, "samples": {}}
+
+
+class Meter:
+    """Collects counts and samples on the scheduler side; keeps totals for tests and the bench."""
+
+    def __init__(self) -> None:
+        self.totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._fresh = KVQuiltStats()
+
+    def count(self, name: str, amount: float = 1, label: str = "") -> None:
+        """Add to a counter of METRICS; zero is no event."""
+        if amount:
+            self.totals[name][label] += amount
+            fresh = self._fresh.data["counters"].setdefault(name, {})
+            fresh[label] = fresh.get(label, 0) + amount
+
+    def sample(self, name: str, seconds: float) -> None:
+        self._fresh.data["samples"].setdefault(name, []).append(seconds)
+
+    def total(self, name: str, label: str | None = None) -> float:
+        """Sum of a counter since the start; of one label value if given."""
+        values = self.totals[name]
+        return sum(values.values()) if label is None else values.get(label, 0)
+
+    @property
+    def fresh(self) -> bool:
+        """Something was counted since the last drain."""
+        return not self._fresh.is_empty()
+
+    def drain(self, gauges: dict[str, dict[str, float]]) -> KVQuiltStats:
+        """Counts since the last drain, together with `gauges`."""
+        stats, self._fresh = self._fresh, KVQuiltStats()
+        stats.data["gauges"] = gauges
+        return stats
+
+
+class KVQuiltPromMetrics(KVConnectorPromMetrics):
+    """METRICS as Prometheus metrics named kvquilt_*, labelled by engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {name: self._make(name, metric) for name, metric in METRICS.items()}
+
+    def _make(self, name: str, metric: Metric) -> Any:
+        classes = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}
+        extra: dict[str, Any] = {"buckets": _SECONDS} if metric.kind is Histogram else {}
+        labels = self._labelnames + ([metric.label] if metric.label else [])
+        return classes[metric.kind](
+            name=f"kvquilt_{name}", documentation=metric.text, labelnames=labels, **extra
+        )
+
+    def _of(self, name: str, label: str, engine_idx: int) -> Any:
+        values = list(self.per_engine_labelvalues[engine_idx])
+        return self._metrics[name].labels(*values, *([label] if METRICS[name].label else []))
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, label, value in _flat(transfer_stats_data["counters"]):
+            self._of(name, label, engine_idx).inc(value)
+        for name, label, value in _flat(transfer_stats_data["gauges"]):
+            self._of(name, label, engine_idx).set(value)
+        for name, samples in transfer_stats_data["samples"].items():
+            for seconds in samples:
+                self._of(name, "", engine_idx).observe(seconds)
+
+
+def _flat(table: dict[str, dict[str, float]]) -> Iterable[tuple[str, str, float]]:
+    for name, values in table.items():
+        for label, value in values.items():
+            yield name, label, value

@@ -1,0 +1,59 @@
+"""References on the engine's blocks that transfers hold, beyond any request's life."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+__all__ = ["MAX_PINNED_SHARE", "PinBook"]
+
+MAX_PINNED_SHARE = 0.02
+
+
+class PinBook:
+    """Takes and returns references on blocks, and knows which blocks only pins keep from the engine.
+
+    A pin on a block that a live request holds costs the engine nothing; one on a block that
+    everyone else has freed does. So the cap is on the latter: at most 2 % of the pool.
+
+    Used on the scheduler's thread only.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._pins: Counter[int] = Counter()
+        self.cap = max(1, int(pool.num_gpu_blocks * MAX_PINNED_SHARE))
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each block; an id may come twice."""
+        blocks = self._pool.blocks
+        self._pool.touch([blocks[i] for i in block_ids])
+        self._pins.update(block_ids)
+
+    def unpin(self, block_ids: Iterable[int]) -> None:
+        """Return one reference on each block, last block first, so that a chain's tail is
+        evicted before its head."""
+        ids = list(block_ids)[::-1]
+        self._pins.subtract(ids)
+        for block_id in ids:
+            if self._pins[block_id] <= 0:
+                del self._pins[block_id]
+        blocks = self._pool.blocks
+        self._pool.free_blocks([blocks[i] for i in ids])
+
+    def exclusive(self) -> int:
+        """Blocks that nothing but pins keeps from the engine."""
+        blocks = self._pool.blocks
+        return sum(blocks[i].ref_cnt <= count for i, count in self._pins.items())
+
+    def all_that_is_used(self) -> bool:
+        """True if pins alone hold every used block, so a cache reset waits for nothing else."""
+        used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # less the null block
+        return bool(used == self.exclusive())

@@ -1,0 +1,59 @@
+"""What the scheduler side remembers of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvquilt.layout import CacheLayout
+from kvquilt.store import Chain, Found
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["RequestState"]
+
+
+@dataclass
+class RequestState:
+    """Progress of one request.
+
+    chain: its engine hashes so far. boundaries: where "prompt_end" keeps checkpoints.
+    found, found_local: the remembered answer of the last look-up, for that local length.
+    next_block: per group, the first block not yet considered for saving; retry: blocks that
+    were considered and could not be saved yet. next_check: written tokens below which no group
+    has a new block. checkpoint: the boundary whose window blocks are pinned while decoding,
+    and those pins as (group, first block, block ids). no_fetch: a load of it failed.
+    """
+
+    request: Request
+    chain: Chain
+    boundaries: tuple[int, ...]
+    num_groups: int
+    found: Found | None = None
+    found_local: int = -1
+    no_fetch: bool = False
+    next_block: list[int] = field(default_factory=list)
+    retry: list[list[int]] = field(default_factory=list)
+    next_check: int = 0
+    checkpoint: int = 0
+    checkpoint_pins: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    @classmethod
+    def of(cls, request: Request, layout: CacheLayout, boundaries: tuple[int, ...]) -> RequestState:
+        return cls(request, Chain(layout), boundaries, len(layout.groups))
+
+    def restart(self) -> None:
+        """Look at every block again: the block tables are new (admission, resume)."""
+        self.next_block = [0] * self.num_groups
+        self.retry = [[] for _ in range(self.num_groups)]
+        self.next_check = 0
+
+    def sync_hashes(self) -> None:
+        """Append the hashes that the engine has computed since the last call."""
+        hashes = self.request.block_hashes
+        if len(hashes) > len(self.chain):
+            self.chain.extend(hashes[len(self.chain) :])

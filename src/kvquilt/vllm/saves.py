@@ -1,0 +1,315 @@
+"""Saves: what to copy out of the engine's blocks, and the tickets and pins of copies under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvquilt.config import Options
+from kvquilt.layout import CacheLayout
+from kvquilt.retention import checkpoint_range, wanted_blocks
+from kvquilt.store import Store, Want
+from kvquilt.vllm.metadata import CopyList, JobEnd, SaveJob
+from kvquilt.vllm.metrics import Meter
+from kvquilt.vllm.pins import PinBook
+from kvquilt.vllm.requests import RequestState
+
+__all__ = ["BlockTables", "SaveBook"]
+
+BlockTables = Sequence[Sequence[int]]
+IntArray = NDArray[np.int64]
+
+
+@dataclass
+class _Candidate:
+    """Blocks of one request and group that are written, hashed, wanted and not null."""
+
+    state: RequestState
+    group: int
+    blocks: IntArray
+    block_ids: IntArray
+
+
+@dataclass
+class _Job:
+    """A ticket whose copies are under way. unprotected: its sources are no longer pinned."""
+
+    job_id: int
+    ticket_id: int
+    pinned: list[int]
+    ranks_left: set[int]
+    pages_of_group: IntArray
+    started: float
+    failed: bool = False
+    sent: bool = False
+    message: SaveJob | None = field(default=None, repr=False)
+
+
+class SaveBook:
+    """Plans saves step by step and ends them when all ranks have reported.
+
+    Used on the scheduler's thread only.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: CacheLayout,
+        options: Options,
+        meter: Meter,
+        *,
+        owner: str,
+        num_ranks: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._options = options
+        self._meter = meter
+        self._owner = owner
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._pins: PinBook | None = None
+        self._jobs: dict[int, _Job] = {}
+        self._next_job = 1
+        self._flush: list[int] = []
+        self._overhang = 0
+        self._saved = [i for i, g in enumerate(layout.groups) if g.cacheable and g.page_bytes]
+        self.record_keys = False
+
+    def bind(self, pins: PinBook) -> None:
+        self._pins = pins
+
+    def under_way(self, *, newer_than: float = float("-inf")) -> int:
+        """Jobs that have not ended, those only that started after `newer_than`."""
+        return sum(job.started > newer_than for job in self._jobs.values())
+
+    def plan(self, scheduled: Iterable[tuple[RequestState, int, Callable[[], BlockTables]]]) -> None:
+        """Reserve slots for what each request (state, written tokens, tables) has newly filled."""
+        candidates: list[_Candidate] = []
+        for state, written, tables in scheduled:
+            if written < state.next_check:
+                continue
+            state.sync_hashes()
+            table = tables()
+            candidates += self._candidates(state, written, table)
+            self._move_checkpoint(state, written, table)
+        self._reserve(candidates)
+
+    def finish(self, state: RequestState, written: int, table: BlockTables) -> None:
+        """Save what a request leaves behind: blocks whose hash came late, and its checkpoint.
+
+        Its blocks are freed right after this call, so all new pins hold blocks alone.
+        """
+        state.sync_hashes()
+        candidates = self._candidates(state, written, table)
+        for group, first, block_ids in state.checkpoint_pins:
+            hashed = min(len(block_ids), state.chain.num_blocks(group) - first)
+            blocks = np.arange(first, first + max(hashed, 0), dtype=np.int64)
+            candidates.append(
+                _Candidate(state, group, blocks, np.asarray(block_ids[: blocks.size], np.int64))
+            )
+        self._reserve(candidates, freed_next=True)
+        self.drop_checkpoint(state)
+
+    def drop_checkpoint(self, state: RequestState) -> None:
+        """Return the pins on a request's newest window."""
+        if state.checkpoint_pins and self._pins is not None:
+            self._overhang -= self._overhang_of(state.checkpoint_pins)
+            for _, _, block_ids in state.checkpoint_pins:
+                self._pins.unpin(block_ids)
+        state.checkpoint_pins = []
+        state.checkpoint = 0
+
+    def take_messages(self) -> tuple[SaveJob, ...]:
+        """Jobs to send in this step's metadata."""
+        messages = []
+        for job in self._jobs.values():
+            if not job.sent and job.message is not None:
+                job.sent = True
+                messages.append(job.message)
+                job.message = None
+        return tuple(messages)
+
+    def take_flush(self) -> tuple[int, ...]:
+        """Jobs that workers must end before their next forward pass."""
+        flush, self._flush = tuple(self._flush), []
+        return flush
+
+    def on_end(self, rank: int, end: JobEnd) -> None:
+        """One rank's copies of a job have ended. Unknown jobs are ignored."""
+        job = self._jobs.get(end.job_id)
+        if job is None or rank not in job.ranks_left:
+            return
+        job.ranks_left.discard(rank)
+        job.failed |= not end.ok
+        if job.ranks_left:
+            return
+        del self._jobs[end.job_id]
+        self._unpin(job)
+        if job.failed:
+            self._store.abort(job.ticket_id, self._owner)
+            self._meter.count("saves_failed")
+            return
+        self._store.commit(job.ticket_id, self._owner)
+        self._meter.sample("save_seconds", self._clock() - job.started)
+        for index in np.flatnonzero(job.pages_of_group):
+            group, pages = self._layout.groups[index], int(job.pages_of_group[index])
+            self._meter.count("saved_pages", pages, group.name)
+            self._meter.count("saved_bytes", pages * group.page_bytes * self._num_ranks, group.name)
+
+    def release_pins(self, states: Iterable[RequestState]) -> None:
+        """Return all pins, for a cache reset. Copies under way are ended by the workers before the
+        next forward pass could overwrite their sources; jobs not yet sent are dropped."""
+        for state in states:
+            self.drop_checkpoint(state)
+        for job in list(self._jobs.values()):
+            self._unpin(job)
+            if job.sent:
+                self._flush.append(job.job_id)
+            else:
+                del self._jobs[job.job_id]
+                self._store.abort(job.ticket_id, self._owner)
+
+    def close(self) -> None:
+        """Abort all tickets and return all pins."""
+        for job in list(self._jobs.values()):
+            self._unpin(job)
+            self._store.abort(job.ticket_id, self._owner)
+        self._jobs.clear()
+
+    def _unpin(self, job: _Job) -> None:
+        if job.pinned and self._pins is not None:
+            self._pins.unpin(job.pinned)
+        job.pinned = []
+
+    def _candidates(self, state: RequestState, written: int, table: BlockTables) -> list[_Candidate]:
+        end = None if self._options.retain_generated else state.request.num_prompt_tokens
+        out = []
+        for index in self._saved:
+            group = self._layout.groups[index]
+            first = state.next_block[index]
+            last = min(written // group.tokens_per_block, state.chain.num_blocks(index), len(table[index]))
+            if last <= first and not state.retry[index]:
+                continue
+            fresh = np.arange(first, max(last, first), dtype=np.int64)
+            wanted = wanted_blocks(
+                self._layout,
+                group,
+                first,
+                max(last, first),
+                retention=self._options.retention,
+                boundaries=state.boundaries,
+                end_tokens=end,
+            )
+            retried = np.asarray(state.retry[index], dtype=np.int64)
+            blocks = np.concatenate([retried, fresh[wanted]])
+            block_ids = np.asarray([table[index][i] for i in blocks], dtype=np.int64)
+            held = block_ids != 0  # the null block is dropped together with its key
+            out.append(_Candidate(state, index, blocks[held], block_ids[held]))
+            state.next_block[index] = max(last, first)
+            state.retry[index] = []
+        state.next_check = min(
+            ((state.next_block[i] + 1) * self._layout.groups[i].tokens_per_block for i in self._saved),
+            default=0,
+        )
+        return [c for c in out if c.blocks.size]
+
+    def _reserve(self, candidates: list[_Candidate], *, freed_next: bool = False) -> None:
+        if not candidates or self._pins is None:
+            return
+        room = self._pins.cap - (self._pins.exclusive() if len(self._pins) else 0)
+        if room < (sum(c.blocks.size for c in candidates) if freed_next else 0):
+            self._postpone(candidates, retry=not freed_next)
+            return
+        ticket = self._store.reserve(
+            self._owner, [Want(c.state.chain, c.group, c.blocks) for c in candidates]
+        )
+        for reason, skipped in (
+            ("present", ticket.skipped_present),
+            ("ticketed", ticket.skipped_ticketed),
+            ("full", ticket.skipped_full),
+        ):
+            self._meter.count("saves_skipped", sum(skipped.values()), reason)
+        if ticket.ticket_id is None:
+            return
+        groups, ids, slots, keys = [], [], [], []
+        for grant in ticket.grants:
+            candidate = candidates[grant.want]
+            chosen = candidate.block_ids[np.searchsorted(candidate.blocks, grant.blocks)]
+            groups.append(np.full(chosen.size, candidate.group, dtype=np.int32))
+            ids.append(chosen)
+            slots.append(grant.slots)
+            if self.record_keys:
+                keys.append(candidate.state.chain.keys(candidate.group)[grant.blocks].tobytes())
+        self._start(
+            ticket.ticket_id,
+            np.concatenate(groups),
+            np.concatenate(ids),
+            np.concatenate(slots).astype(np.int64),
+            b"".join(keys),
+        )
+
+    def _start(
+        self, ticket_id: int, groups: NDArray[np.int32], ids: IntArray, slots: IntArray, keys: bytes
+    ) -> None:
+        pinned: list[int] = ids.tolist()
+        if self._pins is not None:
+            self._pins.pin(pinned)
+        job = _Job(
+            job_id=self._next_job,
+            ticket_id=ticket_id,
+            pinned=pinned,
+            ranks_left=set(range(self._num_ranks)),
+            pages_of_group=np.bincount(groups, minlength=len(self._layout.groups)),
+            started=self._clock(),
+            message=SaveJob(self._next_job, CopyList.of(groups, ids, slots, keys)),
+        )
+        self._jobs[job.job_id] = job
+        self._next_job += 1
+
+    def _postpone(self, candidates: list[_Candidate], *, retry: bool) -> None:
+        self._meter.count("saves_skipped", sum(c.blocks.size for c in candidates), "pin_cap")
+        if retry:
+            for candidate in candidates:
+                candidate.state.retry[candidate.group] = candidate.blocks.tolist()
+                candidate.state.next_check = 0
+
+    def _move_checkpoint(self, state: RequestState, written: int, table: BlockTables) -> None:
+        """Under "prompt_end": keep the newest lattice boundary's window pinned while decoding."""
+        if self._options.retention != "prompt_end" or not self._options.retain_generated:
+            return
+        boundary = written // self._layout.lattice_tokens * self._layout.lattice_tokens
+        if boundary <= max(state.checkpoint, *state.boundaries, 0):
+            return
+        self.drop_checkpoint(state)
+        pins = []
+        for index in self._saved:
+            group = self._layout.groups[index]
+            if group.dense:
+                continue
+            lo, hi = checkpoint_range(group, boundary)
+            block_ids = list(table[index][lo:hi])
+            if len(block_ids) < hi - lo or 0 in block_ids:
+                return
+            pins.append((index, lo, block_ids))
+        overhang = self._overhang_of(pins)
+        if self._pins is None or self._overhang + overhang > self._pins.cap:
+            self._meter.count("saves_skipped", sum(len(ids) for _, _, ids in pins), "pin_cap")
+            return
+        for _, _, block_ids in pins:
+            self._pins.pin(block_ids)
+        self._overhang += overhang
+        state.checkpoint, state.checkpoint_pins = boundary, pins
+
+    def _overhang_of(self, pins: list[tuple[int, int, list[int]]]) -> int:
+        """Blocks that these pins can come to hold alone before they move on: those that slide out
+        of the window within one lattice step."""
+        lattice = self._layout.lattice_tokens
+        return sum(
+            min(len(ids), lattice // self._layout.groups[index].tokens_per_block + 1)
+            for index, _, ids in pins
+        )

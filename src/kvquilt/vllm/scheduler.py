@@ -1,0 +1,361 @@
+"""The scheduler side: look-ups, and what the workers are to copy in each engine step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvquilt.config import Options
+from kvquilt.layout import CacheLayout
+from kvquilt.retention import prompt_boundaries
+from kvquilt.sizing import SlotPlan, plan_slots
+from kvquilt.store import Found, Store, check_memory, warm_up
+from kvquilt.units import format_bytes
+from kvquilt.vllm.handover import PoolServer, layout_fingerprint
+from kvquilt.vllm.loads import LoadBook
+from kvquilt.vllm.lookups import LookupRecord, LookupRing
+from kvquilt.vllm.metadata import StepPlan, decode_reports, encode_plan
+from kvquilt.vllm.metrics import KVQuiltStats, Meter
+from kvquilt.vllm.pins import PinBook
+from kvquilt.vllm.requests import RequestState
+from kvquilt.vllm.saves import BlockTables, SaveBook
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["SchedulerSide"]
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerSide:
+    """Owns the store and the books of saves and loads. Used on the scheduler's thread only.
+
+    engine_caches: the engine's own prefix caching is on, so a prefix that is being loaded for
+    one request will be a local hit of the next.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        layout: CacheLayout,
+        *,
+        num_ranks: int,
+        engine_caches: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.layout = layout
+        self.num_ranks = num_ranks
+        self.clock = clock
+        self.meter = Meter()
+        self.lookups = LookupRing()
+        self.owner = f"engine-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        budget = options.budget_bytes
+        self.plan = plan_slots(
+            layout,
+            budget,
+            options.planned_checkpoint_interval,
+            num_ranks=num_ranks,
+            partition=options.group_partition,
+        )
+        check_memory(budget)
+        warm_up()
+        self.store = Store(layout, self.plan, num_ranks=num_ranks, clock=clock)
+        self.store.register_owner(self.owner, live=True)
+        try:
+            self._server: PoolServer | None = PoolServer(self.store.arenas, layout_fingerprint(layout))
+        except OSError:
+            self.store.close()
+            raise
+        self.saves = SaveBook(
+            self.store, layout, options, self.meter, owner=self.owner, num_ranks=num_ranks, clock=clock
+        )
+        self.loads = LoadBook(
+            self.store,
+            layout,
+            self.meter,
+            owner=self.owner,
+            num_ranks=num_ranks,
+            timeout_seconds=options.load_timeout_seconds,
+            clock=clock,
+        )
+        self.pins: PinBook | None = None
+        self._engine_caches = engine_caches
+        self._states: dict[str, RequestState] = {}
+        self._attached: set[int] = set()
+        self._evictions: dict[str, int] = {}
+        self._failed_load_logged = False
+        self.start_lines = start_lines(layout, self.plan)
+        for line in self.start_lines:
+            logger.info("kvquilt: %s", line)
+
+    # ---- look-up ----
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Learn of the engine's cache manager, and let its resets see our pins first."""
+        self.pins = PinBook(manager.block_pool)
+        self.saves.bind(self.pins)
+        self.loads.bind(self.pins)
+        engine_reset = manager.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            # The engine refuses a reset while blocks are in use, and offers no hook before it.
+            self._release_pins()
+            return bool(engine_reset())
+
+        manager.reset_prefix_cache = reset_prefix_cache
+
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond `local_tokens`; None: ask again at the next step.
+
+        Idempotent: the answer for one request and local length is remembered with its lease.
+        """
+        if self.options.mode == "save_only" or request.skip_reading_prefix_cache:
+            return 0, False
+        if len(self._attached) < self.num_ranks or local_tokens % self.layout.lattice_tokens:
+            return 0, False
+        state = self._state(request)
+        if state.no_fetch:
+            return 0, False
+        found = self._resolve(state, local_tokens)
+        if found.tokens <= local_tokens:
+            return 0, False
+        if self._engine_caches and self.loads.brings(state.chain, found.tokens):
+            self._forget(state)
+            return None, False
+        return found.tokens - local_tokens, True
+
+    def _resolve(self, state: RequestState, local_tokens: int) -> Found:
+        found = state.found
+        if found is not None and state.found_local == local_tokens:
+            if found.lease_id is not None:
+                self.store.renew(found.lease_id, self.owner)
+            return found
+        self._forget(state)
+        state.sync_hashes()
+        request = state.request
+        found = self.store.lookup(self.owner, state.chain, request.num_tokens, local_tokens=local_tokens)
+        state.found, state.found_local = found, local_tokens
+        self._record(state, found, local_tokens)
+        return found
+
+    def _record(self, state: RequestState, found: Found, local_tokens: int) -> None:
+        request = state.request
+        hit = found.tokens if found.tokens > local_tokens else 0
+        if found.limited_by is None:
+            why = "it is the longest boundary that leaves one token to compute"
+        else:
+            why = f"group {found.limited_by!r} lacks a block that the next boundary needs"
+        if not hit and local_tokens:
+            why = f"the engine's own prefix of {local_tokens} tokens is as long; {why}"
+        self.meter.count("lookups", 1, "hit" if hit else "miss")
+        self.lookups.add(
+            LookupRecord(request.request_id, request.num_tokens, local_tokens, hit, found.limited_by, why)
+        )
+
+    def _forget(self, state: RequestState) -> None:
+        found, state.found, state.found_local = state.found, None, -1
+        if found is not None and found.lease_id is not None:
+            self.store.release(found.lease_id, self.owner)
+
+    # ---- request life ----
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The engine has given the request its blocks: what it finally takes rules."""
+        state = self._state(request)
+        state.restart()
+        self.saves.drop_checkpoint(state)
+        found, local_tokens = state.found, state.found_local
+        if not external_tokens:
+            self._forget(state)
+            return
+        state.found, state.found_local = None, -1
+        tokens = local_tokens + external_tokens
+        if found is not None and found.tokens != tokens:
+            self._release(found)
+            found = None
+            if tokens % self.layout.lattice_tokens == 0 and local_tokens >= 0:
+                found = self.store.lease_at(self.owner, state.chain, tokens, local_tokens=local_tokens)
+        self.loads.start(state, found, local_tokens, blocks.blocks)
+
+    def doom(self, request: Request, external_tokens: int) -> None:
+        """`allocated` failed: the engine waits for a load that will never come, so fail it."""
+        if external_tokens:
+            self.loads.doom(self._state(request), "the load could not be planned")
+
+    def finished(self, request: Request, block_ids: BlockTables) -> None:
+        """Finish or abort: save what is left, forget the rest."""
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return
+        self._forget(state)
+        written = min(request.num_computed_tokens, request.num_tokens)
+        loading = self.loads.is_loading(request.request_id)
+        self.saves.finish(state, 0 if loading else written, block_ids)
+
+    def _state(self, request: Request) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is None or state.request is not request:
+            boundaries = prompt_boundaries(
+                self.layout, request.num_prompt_tokens, slack=self.options.retain_slack
+            )
+            state = RequestState.of(request, self.layout, boundaries)
+            self._states[request.request_id] = state
+        return state
+
+    def _release(self, found: Found) -> None:
+        if found.lease_id is not None:
+            self.store.release(found.lease_id, self.owner)
+
+    # ---- one engine step ----
+
+    def build_step(self, output: SchedulerOutput) -> bytes:
+        """Plan this step's saves and encode what the workers are to do."""
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._states:
+                self.saves.drop_checkpoint(self._states[request_id])
+        self.saves.plan(self._scheduled(output))
+        return self.encode_step()
+
+    def encode_step(self) -> bytes:
+        """Encode what is waiting to be sent."""
+        cancel, refail = self.loads.take_cancels()
+        return encode_plan(
+            StepPlan(
+                attach_path=self._server.path if self._server is not None else "",
+                saves=self.saves.take_messages(),
+                loads=self.loads.take_messages(),
+                flush=self.saves.take_flush(),
+                cancel=cancel,
+                refail=refail,
+            )
+        )
+
+    def _scheduled(
+        self, output: SchedulerOutput
+    ) -> Iterable[tuple[RequestState, int, Callable[[], BlockTables]]]:
+        block_state = output.kv_connector_block_state
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            state = self._states.get(request_id)
+            if state is None or block_state is None:
+                continue
+            request = state.request
+            # Drafted tokens may be rejected; tokens that the request does not have yet are not hashed.
+            written = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+
+            def tables(request_id: str = request_id) -> Sequence[Sequence[int]]:
+                return block_state.get_block_ids(request_id) or ()
+
+            yield state, written, tables
+
+    def on_output(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report; runs before the engine sees finished loads."""
+        meta = output.kv_connector_worker_meta
+        for report in decode_reports(getattr(meta, "payload", b"")):
+            if report.attached:
+                self._attach(report.rank)
+            if report.error:
+                logger.error("kvquilt: rank %d: %s", report.rank, report.error)
+            for job_id in report.timed_out:
+                self.loads.on_timeout(job_id)
+            for end in report.saves:
+                self.saves.on_end(report.rank, end)
+            for end in report.loads:
+                self.loads.on_end(report.rank, end)
+        self.loads.filter_output(output)
+        if output.failed_recving and not self._failed_load_logged:
+            self._failed_load_logged = True
+            logger.warning(
+                "kvquilt: a load failed. It is recomputed, provided that the engine's kv_load_failure_policy "
+                "is 'recompute': kvquilt sets that by itself, but under MultiConnector it has to be set "
+                "beside the list of connectors"
+            )
+
+    def _attach(self, rank: int) -> None:
+        self._attached.add(rank)
+        if len(self._attached) == self.num_ranks and self._server is not None:
+            self._server.close()
+            self._server = None
+
+    # ---- the engine's questions ----
+
+    def has_push_work(self) -> bool:
+        """Keep the engine stepping: copies are out whose end nobody would hear of otherwise.
+
+        A rank that stays silent for twice the load time-out is no longer waited for.
+        """
+        since = self.clock() - 2 * self.options.load_timeout_seconds
+        return bool(self.saves.under_way(newer_than=since) or self.loads.under_way(newer_than=since))
+
+    def has_block_frees(self) -> bool:
+        """Waiting beats preempting: blocks that only pins hold come back in a step or two."""
+        since = self.clock() - self.options.load_timeout_seconds
+        return bool(
+            self.pins is not None and self.saves.under_way(newer_than=since) and self.pins.exclusive()
+        )
+
+    def reset(self) -> None:
+        """Empty every tier; copies in flight land invisibly, loads in flight are reported failed."""
+        for state in self._states.values():
+            self._forget(state)
+        self.loads.cancel_all()
+        self.store.reset()
+
+    def _release_pins(self) -> None:
+        if self.pins is not None and len(self.pins) and self.pins.all_that_is_used():
+            self.saves.release_pins(self._states.values())
+
+    def stats(self) -> KVQuiltStats | None:
+        """Counts since the last call, with the gauges of now; None if nothing happened."""
+        if not self.meter.fresh:
+            return None
+        stats = self.store.stats()
+        gauges: dict[str, dict[str, float]] = {
+            "leases": {"": stats.leases},
+            "tickets": {"": stats.tickets},
+            "pins": {"": len(self.pins) if self.pins is not None else 0},
+        }
+        for group in stats.groups:
+            name = group.name
+            gauges.setdefault("pages", {})[name] = group.pages
+            gauges.setdefault("bytes_resident", {})[name] = group.bytes_used
+            gauges.setdefault("idle_slots", {})[name] = group.idle_slots
+            gauges.setdefault("pool_use", {})[name] = group.pages / max(1, group.slots)
+            self.meter.count("evictions", group.evictions - self._evictions.get(name, 0), name)
+            self._evictions[name] = group.evictions
+        return self.meter.drain(gauges)
+
+    def close(self) -> None:
+        """Return all that is held and unmap the pools. Safe to call twice."""
+        for state in self._states.values():
+            self._forget(state)
+            self.saves.drop_checkpoint(state)
+        self._states.clear()
+        self.saves.close()
+        self.loads.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self.store.close()
+
+
+def start_lines(layout: CacheLayout, plan: SlotPlan) -> list[str]:
+    """One line per group: kind, layers, tokens per block, page bytes, slots, tokens covered."""
+    lines = []
+    for group in layout.groups:
+        slots, slot_bytes = plan.slots.get(group.name, 0), plan.slot_bytes.get(group.name, 0)
+        kind = group.kind if group.window is None else f"{group.kind} {group.window}"
+        lines.append(
+            f"group {group.name}: {kind}, {len(group.layers)} layers, "
+            f"{group.tokens_per_block} tokens per block, page {group.page_bytes} B "
+            f"in a slot of {slot_bytes} B, {slots} slots ({format_bytes(slots * slot_bytes)}), {plan.tokens} tokens covered"
+        )
+    return lines
