@@ -145,7 +145,8 @@ def main() -> int:
         )
         for row in rows:
             print(
-                f"{row['piece_kib']:>5} KiB  {row['direction']:4}  {row['path']:7}  {row['gb_per_second']:6}  "
+                f"{row['piece_kib']:>5} KiB  {row['direction']:4}  {row['path']:7}  "
+                f"{row['gb_per_second']:6}  "
                 f"{row['limit_gb_per_second']:6}  {row['ratio']:5}  {'*' if row['chosen'] else ''}"
             )
     return int(bool(wrong))

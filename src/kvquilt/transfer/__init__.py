@@ -10,8 +10,8 @@ from kvquilt.transfer.base import (
     layer_pages,
 )
 from kvquilt.transfer.cuda import CudaCopier
+from kvquilt.transfer.factory import make_copier
 from kvquilt.transfer.host import HostCopier
-from kvquilt.transfer.select import copier_for
 
 __all__ = [
     "ArenaView",
@@ -22,6 +22,6 @@ __all__ = [
     "HostCopier",
     "LayerPages",
     "PageCopies",
-    "copier_for",
     "layer_pages",
+    "make_copier",
 ]
