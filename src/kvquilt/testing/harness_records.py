@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvquilt.testing.sim_shapes import HarnessError
+from kvquilt.testing.sim_fingerprint import TokenHashes, next_token
+from kvquilt.testing.sim_shapes import VOCAB_SIZE, HarnessError
 
 __all__ = ["Admission", "BlockWatch", "Hang", "HarnessRequest", "LeakError", "WrongOutput"]
 
@@ -53,6 +54,20 @@ class HarnessRequest:
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     admissions: list[Admission] = field(default_factory=list)
+    _expected: TokenHashes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._expected = TokenHashes(self.prompt, self.salt)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Append sampled tokens. Raises WrongOutput if the model would have sampled others."""
+        for token in tokens:
+            expected = next_token(self._expected.values[-1], VOCAB_SIZE)
+            if token != expected:
+                at = len(self.output)
+                raise WrongOutput(f"request {self.id}: output {at} is {token}, expected {expected}")
+            self._expected.extend([token])
+            self.output.append(token)
 
     @property
     def local_hit(self) -> int:

@@ -37,7 +37,7 @@ def _seed(salt: str) -> Words:
     padded = data + b"\0" * (-len(data) % 8)
     words = np.frombuffer(padded, dtype=np.uint64).astype(np.uint64)
     index = np.arange(1, len(words) + 1, dtype=np.uint64)
-    return mix(words ^ mix(index)).sum(dtype=np.uint64, keepdims=True)
+    return np.asarray(mix(words ^ mix(index)).sum(dtype=np.uint64, keepdims=True))
 
 
 class TokenHashes:
