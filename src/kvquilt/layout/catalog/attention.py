@@ -155,9 +155,7 @@ def gemma3n(config: ModelConfig, settings: Settings) -> list[LayerSpec]:
         attention_layer(
             config,
             settings,
-            f"{config.prefix}model.language_model.layers.{i}.self_attn.attn"
-            if not config.wrapped
-            else f"{config.prefix}model.layers.{i}.self_attn.attn",
+            _name(config, i),
             heads=heads,
             k_dim=dim,
             window=w,
@@ -274,11 +272,11 @@ def mimo_v2(config: ModelConfig, settings: Settings) -> list[LayerSpec]:
 # fmt: off
 _PLAIN = (
     "llama", "mistral", "mixtral", "ministral", "ministral3", "phi", "phi3", "phimoe", "glm", "glm4",
-    "glm4_moe", "gemma", "olmo", "olmo2", "olmoe", "starcoder2", "stablelm", "internlm2", "internlm3",
-    "cohere", "granite", "granitemoe", "granitemoeshared", "gpt2", "gpt_neox", "opt", "falcon",
-    "baichuan", "exaone", "nemotron", "minimax_m2", "ernie4_5", "ernie4_5_moe", "seed_oss", "smollm3",
-    "apertus", "arcee", "mimo", "hunyuan_v1_dense", "hunyuan_v1_moe", "cwm", "solar", "xverse",
-    "aquila", "orion", "glm4v_text", "glm4v_moe_text", "hyperclovax",
+    "glm4_moe", "gemma", "olmo", "olmo2", "olmoe", "starcoder2", "stablelm",
+    "cohere", "granite", "granitemoe", "granitemoeshared",
+    "exaone", "nemotron", "minimax_m2", "ernie4_5", "ernie4_5_moe", "seed_oss", "smollm3",
+    "apertus", "arcee", "mimo", "hunyuan_v1_dense", "hunyuan_v1_moe", "cwm", "solar",
+    "glm4v_text", "glm4v_moe_text", "hyperclovax",
 )
 _QWEN = (
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl",
