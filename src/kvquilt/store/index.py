@@ -88,6 +88,8 @@ class GroupIndex:
     def touch(self, chain: Chain, first: int, last: int) -> None:
         """Make the visible ones of blocks first..last-1 the newest, the last the oldest among them."""
         last = min(last, chain.num_blocks(self.index))
+        if first >= last:
+            return
         kernels.touch_blocks(self.slots, self.index, chain.hashes, self.hashes_per_block, first, last)
 
 

@@ -72,7 +72,7 @@ class Slots(NamedTuple):
     pages: I64  # (groups,) resident pages
 
 
-def _compiled(function: F) -> F:
+def njit(function: F) -> F:
     """Compile lazily and keep the machine code on disk where any place is writable for it."""
     try:
         return cast(F, numba.njit(nogil=True, cache=True)(function))
@@ -80,14 +80,14 @@ def _compiled(function: F) -> F:
         return cast(F, numba.njit(nogil=True)(function))
 
 
-@_compiled
+@njit
 def _tag(hashes: U64, row: int, group: int) -> Any:
     word = hashes[row, 0] ^ (hashes[row, 1] * _MIX_WORD) ^ ((np.uint64(group) + _ONE) * _MIX_GROUP)
     word = (word ^ (word >> _HALF)) * _MIX_ALL
     return word >> _HALF
 
 
-@_compiled
+@njit
 def _find(s: Slots, group: int, hashes: U64, row: int) -> Any:
     """Slot that holds the key hashes[row] of `group`, or -1."""
     tag = _tag(hashes, row, group)
@@ -110,7 +110,7 @@ def _find(s: Slots, group: int, hashes: U64, row: int) -> Any:
         at = (at + _ONE) & mask
 
 
-@_compiled
+@njit
 def _index_add(s: Slots, slot: int) -> None:
     tag = _tag(s.keys, slot, s.group[slot])
     mask = np.uint64(s.table.size - 1)
@@ -121,7 +121,7 @@ def _index_add(s: Slots, slot: int) -> None:
     s.meta[NUM_ENTRIES] += 1
 
 
-@_compiled
+@njit
 def _index_drop(s: Slots, slot: int) -> None:
     """Take a slot's entry out; later entries of its run move back, so no tombstone is left."""
     tag = _tag(s.keys, slot, s.group[slot])
@@ -144,7 +144,7 @@ def _index_drop(s: Slots, slot: int) -> None:
     s.meta[NUM_ENTRIES] -= 1
 
 
-@_compiled
+@njit
 def _unlink(s: Slots, slot: int) -> None:
     older, newer = s.older[slot], s.newer[slot]
     if older >= 0:
@@ -157,7 +157,7 @@ def _unlink(s: Slots, slot: int) -> None:
         s.meta[NEWEST] = older
 
 
-@_compiled
+@njit
 def _link_newest(s: Slots, slot: int) -> None:
     newest = s.meta[NEWEST]
     s.older[slot] = newest
@@ -171,14 +171,14 @@ def _link_newest(s: Slots, slot: int) -> None:
     s.clock[0] += 1
 
 
-@_compiled
+@njit
 def _set_free(s: Slots, slot: int) -> None:
     s.state[slot] = FREE
     s.free[s.meta[NUM_FREE]] = slot
     s.meta[NUM_FREE] += 1
 
 
-@_compiled
+@njit
 def _withdraw(s: Slots, slot: int) -> None:
     """Take a resident page out of the index; a leased one stays readable, unseen."""
     _index_drop(s, slot)
@@ -190,7 +190,7 @@ def _withdraw(s: Slots, slot: int) -> None:
         _set_free(s, slot)
 
 
-@_compiled
+@njit
 def add_usable(s: Slots, first: int, last: int) -> None:
     """Slots [first, last) have memory now: make them free, the lowest to be used first."""
     for slot in range(last - 1, first - 1, -1):
@@ -199,7 +199,7 @@ def add_usable(s: Slots, first: int, last: int) -> None:
     s.meta[NUM_FRESH] += last - first
 
 
-@_compiled
+@njit
 def probe_prefix(s: Slots, group: int, hashes: U64, k: int, first: int, last: int, out: I64) -> int:
     """Visible slots of blocks first..last-1 into `out`, up to the first hole; how many."""
     for block in range(first, last):
@@ -210,7 +210,7 @@ def probe_prefix(s: Slots, group: int, hashes: U64, k: int, first: int, last: in
     return last - first
 
 
-@_compiled
+@njit
 def probe(s: Slots, group: int, hashes: U64, k: int, first: int, last: int, out: I64) -> int:
     """Visible slots of blocks first..last-1 into `out`, -1 where there is none; how many."""
     count = 0
@@ -224,7 +224,7 @@ def probe(s: Slots, group: int, hashes: U64, k: int, first: int, last: int, out:
     return count
 
 
-@_compiled
+@njit
 def states(s: Slots, group: int, hashes: U64, k: int, blocks: I64, out: U8) -> int:
     """FREE (missing), TICKETED or RESIDENT for each block; returns how many are missing."""
     missing = 0
@@ -235,33 +235,54 @@ def states(s: Slots, group: int, hashes: U64, k: int, blocks: I64, out: U8) -> i
     return missing
 
 
-@_compiled
+@njit
 def touch_slots(s: Slots, slots: I64) -> None:
-    """Make these resident slots the newest, the last one of the array the oldest among them."""
+    """Make these resident slots the newest, the last one of the array the oldest among them.
+
+    Written out on local arrays: a call with the whole record per slot costs more than the move.
+    """
+    older, newer, stamp = s.older, s.newer, s.stamp
+    oldest, newest, clock = s.meta[OLDEST], s.meta[NEWEST], s.clock[0]
     for i in range(slots.size - 1, -1, -1):
-        if slots[i] >= 0:
-            _unlink(s, slots[i])
-            _link_newest(s, slots[i])
+        slot = slots[i]
+        stamp[slot] = clock
+        clock += 1
+        if slot == newest:
+            continue
+        before, after = np.int64(older[slot]), np.int64(newer[slot])
+        if before >= 0:
+            newer[before] = after
+        else:
+            oldest = after
+        older[after] = before
+        older[slot] = newest
+        newer[newest] = slot
+        newer[slot] = -1
+        newest = slot
+    s.meta[OLDEST], s.meta[NEWEST], s.clock[0] = oldest, newest, clock
 
 
-@_compiled
+@njit
 def touch_blocks(s: Slots, group: int, hashes: U64, k: int, first: int, last: int) -> None:
     """`touch_slots` for those of blocks first..last-1 that are visible."""
-    for block in range(last - 1, first - 1, -1):
+    slots = np.empty(max(0, last - first), dtype=np.int64)
+    count = 0
+    for block in range(first, last):
         slot = _find(s, group, hashes, (block + 1) * k - 1)
         if slot >= 0 and s.state[slot] == RESIDENT:
-            _unlink(s, slot)
-            _link_newest(s, slot)
+            slots[count] = slot
+            count += 1
+    touch_slots(s, slots[:count])
 
 
-@_compiled
+@njit
 def pin(s: Slots, slots: I64) -> None:
     """One more lease on each slot."""
     for i in range(slots.size):
         s.pins[slots[i]] += 1
 
 
-@_compiled
+@njit
 def unpin(s: Slots, slots: I64) -> None:
     """One lease less on each slot, last block first; a detached slot goes with its last lease."""
     for i in range(slots.size - 1, -1, -1):
@@ -271,7 +292,7 @@ def unpin(s: Slots, slots: I64) -> None:
             _set_free(s, slot)
 
 
-@_compiled
+@njit
 def reserve(s: Slots, group: int, hashes: U64, k: int, blocks: I64, span_step: int, out: I64) -> int:
     """Give each missing block a free slot, as ticketed; else PRESENT, PENDING or FULL. How many."""
     granted = 0
@@ -285,7 +306,7 @@ def reserve(s: Slots, group: int, hashes: U64, k: int, blocks: I64, span_step: i
             out[i] = FULL
             continue
         s.meta[NUM_FREE] -= 1
-        slot = np.int64(s.free[s.meta[NUM_FREE]])
+        slot = s.free[s.meta[NUM_FREE]]
         if s.stamp[slot] < 0:
             s.stamp[slot] = 0
             s.meta[NUM_FRESH] -= 1
@@ -301,7 +322,7 @@ def reserve(s: Slots, group: int, hashes: U64, k: int, blocks: I64, span_step: i
     return granted
 
 
-@_compiled
+@njit
 def commit(s: Slots, slots: I64) -> int:
     """Ticketed slots become visible, the last one the newest; detached ones are freed. How many."""
     visible = 0
@@ -317,7 +338,7 @@ def commit(s: Slots, slots: I64) -> int:
     return visible
 
 
-@_compiled
+@njit
 def abort(s: Slots, slots: I64) -> None:
     """Ticketed slots are given back unseen."""
     for i in range(slots.size - 1, -1, -1):
@@ -326,7 +347,7 @@ def abort(s: Slots, slots: I64) -> None:
         _set_free(s, slots[i])
 
 
-@_compiled
+@njit
 def detach(s: Slots, slots: I64) -> None:
     """Take the keys from ticketed slots: they can be written again elsewhere."""
     for i in range(slots.size):
@@ -335,7 +356,7 @@ def detach(s: Slots, slots: I64) -> None:
             s.state[slots[i]] = DETACHED_WRITE
 
 
-@_compiled
+@njit
 def evict(s: Slots, need: int, before: int, out: I64) -> int:
     """Free up to `need` of the oldest pages that nobody leases and that were last touched before
     clock `before`; their slots into `out`, oldest first. How many."""
@@ -351,7 +372,7 @@ def evict(s: Slots, need: int, before: int, out: I64) -> int:
     return count
 
 
-@_compiled
+@njit
 def withdraw(s: Slots, group: int, hashes: U64, k: int, blocks: I64, out: I64) -> int:
     """Take these blocks' pages out of the index if visible; their slots into `out`. How many."""
     count = 0
@@ -364,7 +385,7 @@ def withdraw(s: Slots, group: int, hashes: U64, k: int, blocks: I64, out: I64) -
     return count
 
 
-@_compiled
+@njit
 def withdraw_orphans(dense: Slots, lost: I64, inner: int, step: int, s: Slots, group: int, after: int) -> int:
     """Free the unleased pages of `group` that end inside the blocks that `lost` slots of `dense` held.
 
@@ -386,7 +407,7 @@ def withdraw_orphans(dense: Slots, lost: I64, inner: int, step: int, s: Slots, g
     return count
 
 
-@_compiled
+@njit
 def clear(s: Slots, usable: int) -> None:
     """Empty the index. Leased and ticketed slots stay held, without their keys."""
     s.table[:] = np.uint64(0)
@@ -404,7 +425,7 @@ def clear(s: Slots, usable: int) -> None:
                 _set_free(s, slot)
 
 
-@_compiled
+@njit
 def check_index(s: Slots, usable: int) -> int:
     """How many indexed slots are not found under their own key."""
     wrong = 0
@@ -414,7 +435,7 @@ def check_index(s: Slots, usable: int) -> int:
     return wrong
 
 
-@_compiled
+@njit
 def check_recency(s: Slots, usable: int) -> int:
     """Length of the recency list if it is consistent (both ways, resident only, by clock), else -1."""
     count = 0

@@ -1,8 +1,8 @@
 """The longest boundary that the visible pages of a chain can serve, and the slots to load.
 
 Dense groups are probed first, each up to its first hole; the others only up to the dense hit:
-first at that boundary alone, which is the common case, and only if that fails as a whole,
-through `hits.valid_at` and `hits.joint_hit`.
+first at that boundary alone, which is the common case; if that fails, through `hits.valid_at`
+and `hits.joint_hit` over a stretch of boundaries below it, and over longer ones until one holds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ __all__ = ["Part", "Resolution", "needed_range", "resolve", "resolve_at"]
 
 IntArray = NDArray[np.int64]
 
+_FIRST_STRETCH = 128
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """What the boundary needs of one group beyond the engine's own tokens.
+    """What the boundary needs of one group: blocks lo.., of which the engine holds those before `first`.
 
     slots: of blocks first, first + 1, ...; the last `peek` of them (0 or 1) are required, not loaded.
     """
 
     view: GroupIndex
+    lo: int
     first: int
     slots: IntArray
     peek: int
@@ -74,22 +77,42 @@ def resolve(
     parts = _parts(others, chain, reach, local_tokens)
     if parts is not None:
         return Resolution(reach, limiting, _in_order(dense, parts, reach))
-    ends = boundaries(layout, reach + 1)
-    verdicts = [
-        valid_at(v.group, _presence(v, chain, reach, local_tokens), ends, local_tokens) for v in others
-    ]
-    groups = [v.group for v in others]
-    hit = joint_hit(groups, verdicts, ends)
-    parts = _parts(others, chain, hit.tokens, local_tokens) if hit.tokens else []
+    tokens, limiting = _search(layout, others, chain, reach, local_tokens)
+    parts = _parts(others, chain, tokens, local_tokens) if tokens else []
     if parts is None:  # resolve and probe hold one lock: what was present is present
-        raise AssertionError(f"pages of a valid boundary at {hit.tokens} tokens are missing")
-    return Resolution(hit.tokens, hit.limited_by, _in_order(dense, parts, hit.tokens))
+        raise AssertionError(f"pages of a valid boundary at {tokens} tokens are missing")
+    return Resolution(tokens, limiting, _in_order(dense, parts, tokens) if tokens else ())
+
+
+def _search(
+    layout: CacheLayout, views: Sequence[GroupIndex], chain: Chain, reach: int, local_tokens: int
+) -> tuple[int, str | None]:
+    """Longest boundary up to `reach` that these groups serve, and the group that limits it.
+
+    A stretch that holds a valid boundary decides both exactly: whatever would be longer, with
+    or without some group, lies above that boundary and so inside the stretch.
+    """
+    ends = boundaries(layout, reach + 1)
+    groups = [view.group for view in views]
+    size = _FIRST_STRETCH
+    while True:
+        stretch = ends[-size:]
+        verdicts = [
+            valid_at(v.group, _presence(v, chain, stretch, local_tokens), stretch, local_tokens)
+            for v in views
+        ]
+        hit = joint_hit(groups, verdicts, stretch)
+        if hit.tokens or size >= ends.size:
+            return hit.tokens, hit.limited_by
+        size *= 8
 
 
 def resolve_at(
     views: Sequence[GroupIndex], chain: Chain, tokens: int, local_tokens: int, ignore: Collection[str]
 ) -> Resolution | None:
-    """`resolve` for one given boundary; None if some group can't serve it."""
+    """`resolve` for one given boundary; None if some group can't serve it. Boundary 0 needs nothing."""
+    if tokens == 0:
+        return Resolution(0, None, ())
     parts = _parts([v for v in views if v.group.name not in ignore], chain, tokens, local_tokens)
     return None if parts is None else Resolution(tokens, None, tuple(parts))
 
@@ -110,7 +133,7 @@ def _dense_reach(
         own = max(0, blocks) * view.group.tokens_per_block // layout.lattice_tokens * layout.lattice_tokens
         if own < reach:
             reach, limiting = own, view.group.name
-    parts = [Part(view, first, slots, int(view.group.draft)) for view, first, slots in found]
+    parts = [Part(view, 0, first, slots, int(view.group.draft)) for view, first, slots in found]
     return reach, parts, limiting
 
 
@@ -119,23 +142,21 @@ def _parts(views: Sequence[GroupIndex], chain: Chain, tokens: int, local_tokens:
     parts = []
     for view in views:
         lo, end = needed_range(view, tokens)
-        first = max(lo, local_tokens // view.group.tokens_per_block)
-        if first >= end:
-            continue
+        first = min(max(lo, local_tokens // view.group.tokens_per_block), end)
         slots, count = view.probe(chain, first, end)
         if count < end - first:
             return None
-        peek = int(view.group.draft)
-        parts.append(Part(view, first, slots, peek))
+        parts.append(Part(view, lo, first, slots, int(view.group.draft)))
     return parts
 
 
-def _presence(view: GroupIndex, chain: Chain, tokens: int, local_tokens: int) -> NDArray[np.bool_]:
-    first = local_tokens // view.group.tokens_per_block
-    last = num_probed_blocks(view.group, tokens)
+def _presence(view: GroupIndex, chain: Chain, ends: IntArray, local_tokens: int) -> NDArray[np.bool_]:
+    """Visible blocks that can matter for these boundaries, by block index."""
+    lo = needed_range(view, int(ends[0]))[0]
+    last = num_probed_blocks(view.group, int(ends[-1]))
+    first = min(max(lo, local_tokens // view.group.tokens_per_block), last)
     present = np.zeros(last, dtype=np.bool_)
-    if first < last:
-        present[first:] = view.probe(chain, first, last)[0] >= 0
+    present[first:] = view.probe(chain, first, last)[0] >= 0
     return present
 
 
@@ -143,7 +164,7 @@ def _in_order(dense: Sequence[Part], others: Sequence[Part], tokens: int) -> tup
     """All parts in group order, the dense ones cut to what `tokens` needs."""
     cut = []
     for part in dense:
-        end = needed_range(part.view, tokens)[1]
-        if end > part.first:
-            cut.append(Part(part.view, part.first, part.slots[: end - part.first], part.peek))
+        lo, end = needed_range(part.view, tokens)
+        first = min(part.first, end)
+        cut.append(Part(part.view, lo, first, part.slots[: end - first], part.peek))
     return tuple(sorted((*cut, *others), key=lambda part: part.view.index))

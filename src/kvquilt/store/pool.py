@@ -118,7 +118,9 @@ class Prefault:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Work in the background until all extents are done or `close` is called."""
+        """Make one extent of each arena usable, then work in the background until all are done or
+        `close` is called. Without that first sweep the first request of an engine would find no slot."""
+        self._arenas = [arena for arena in self._arenas if self._grow(arena)]
         self._thread = threading.Thread(target=self.run, name="kvquilt-prefault", daemon=True)
         self._thread.start()
 

@@ -278,17 +278,13 @@ class Store:
         """Touch what the boundary needs and lease what the engine lacks."""
         if found.tokens == 0:
             return Found(0, found.limited_by, None, ())
-        parts = {part.view.index: part for part in found.parts}
         pages, held = [], []
-        for view in self._by_age:
-            lo, end = needed_range(view, found.tokens)
-            part = parts.get(view.index)
-            if part is not None:
-                kernels.touch_slots(view.slots, part.slots)
-                end = part.first
-            view.touch(chain, lo, end)
+        # Dense groups last, as in `touch`.
+        for part in sorted(found.parts, key=lambda part: part.view.group.dense):
+            kernels.touch_slots(part.view.slots, part.slots)
+            part.view.touch(chain, part.lo, part.first)
         for part in found.parts:
-            slots = part.slots[: part.slots.size - part.peek]
+            slots = part.slots[: max(0, part.slots.size - part.peek)]
             if slots.size:
                 pages.append(PageRange(part.view.index, part.first, slots))
                 held.append((part.view.slots, slots))
