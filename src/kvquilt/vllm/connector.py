@@ -226,7 +226,8 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda self: None)
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        return WorkerMetadata(self.worker_side.report())
+        payload = self.worker_side.report()
+        return WorkerMetadata(payload) if payload else None
 
     # ---- both ----
 

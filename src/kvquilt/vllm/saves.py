@@ -106,13 +106,14 @@ class SaveBook:
         """
         state.sync_hashes()
         candidates = self._candidates(state, written, table)
+        pins_to_come = sum(c.blocks.size for c in candidates)
         for group, first, block_ids in state.checkpoint_pins:
             hashed = min(len(block_ids), state.chain.num_blocks(group) - first)
             blocks = np.arange(first, first + max(hashed, 0), dtype=np.int64)
             candidates.append(
                 _Candidate(state, group, blocks, np.asarray(block_ids[: blocks.size], np.int64))
             )
-        self._reserve(candidates, freed_next=True)
+        self._reserve(candidates, freed_next=True, pins_to_come=pins_to_come)
         self.drop_checkpoint(state)
 
     def drop_checkpoint(self, state: RequestState) -> None:
@@ -218,11 +219,18 @@ class SaveBook:
         )
         return [c for c in out if c.blocks.size]
 
-    def _reserve(self, candidates: list[_Candidate], *, freed_next: bool = False) -> None:
+    def _reserve(
+        self, candidates: list[_Candidate], *, freed_next: bool = False, pins_to_come: int = 0
+    ) -> None:
+        """Take a ticket for the candidates and pin their blocks, or postpone them at the pin cap.
+
+        freed_next: the request frees its blocks right away, so pins_to_come more will be held by
+        pins alone, and there is no later step to retry in.
+        """
         if not candidates or self._pins is None:
             return
         room = self._pins.cap - (self._pins.exclusive() if len(self._pins) else 0)
-        if room < (sum(c.blocks.size for c in candidates) if freed_next else 0):
+        if room < pins_to_come:
             self._postpone(candidates, retry=not freed_next)
             return
         ticket = self._store.reserve(

@@ -93,6 +93,7 @@ class SchedulerSide:
         self._attached: set[int] = set()
         self._evictions: dict[str, int] = {}
         self._failed_load_logged = False
+        self._broken = False
         self.start_lines = start_lines(layout, self.plan)
         for line in self.start_lines:
             logger.info("kvquilt: %s", line)
@@ -120,7 +121,7 @@ class SchedulerSide:
         """
         if self.options.mode == "save_only" or request.skip_reading_prefix_cache:
             return 0, False
-        if len(self._attached) < self.num_ranks or local_tokens % self.layout.lattice_tokens:
+        if self._broken or len(self._attached) < self.num_ranks or local_tokens % self.layout.lattice_tokens:
             return 0, False
         state = self._state(request)
         if state.no_fetch:
@@ -129,8 +130,7 @@ class SchedulerSide:
         if found.tokens <= local_tokens:
             return 0, False
         if self._engine_caches and self.loads.brings(state.chain, found.tokens):
-            self._forget(state)
-            return None, False
+            return None, False  # what is being loaded will be this request's local hit
         return found.tokens - local_tokens, True
 
     def _resolve(self, state: RequestState, local_tokens: int) -> Found:
@@ -198,8 +198,9 @@ class SchedulerSide:
             return
         self._forget(state)
         written = min(request.num_computed_tokens, request.num_tokens)
-        loading = self.loads.is_loading(request.request_id)
-        self.saves.finish(state, 0 if loading else written, block_ids)
+        if self._broken or self.loads.is_loading(request.request_id):
+            written = 0
+        self.saves.finish(state, written, block_ids)
 
     def _state(self, request: Request) -> RequestState:
         state = self._states.get(request.request_id)
@@ -222,7 +223,8 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._states:
                 self.saves.drop_checkpoint(self._states[request_id])
-        self.saves.plan(self._scheduled(output))
+        if not self._broken:
+            self.saves.plan(self._scheduled(output))
         return self.encode_step()
 
     def encode_step(self) -> bytes:
@@ -263,7 +265,8 @@ class SchedulerSide:
             if report.attached:
                 self._attach(report.rank)
             if report.error:
-                logger.error("kvquilt: rank %d: %s", report.rank, report.error)
+                logger.error("kvquilt: switched off, rank %d: %s", report.rank, report.error)
+                self._broken = True
             for job_id in report.timed_out:
                 self.loads.on_timeout(job_id)
             for end in report.saves:
@@ -356,6 +359,7 @@ def start_lines(layout: CacheLayout, plan: SlotPlan) -> list[str]:
         lines.append(
             f"group {group.name}: {kind}, {len(group.layers)} layers, "
             f"{group.tokens_per_block} tokens per block, page {group.page_bytes} B "
-            f"in a slot of {slot_bytes} B, {slots} slots ({format_bytes(slots * slot_bytes)}), {plan.tokens} tokens covered"
+            f"in a slot of {slot_bytes} B, {slots} slots ({format_bytes(slots * slot_bytes)}), "
+            f"{plan.tokens} tokens covered"
         )
     return lines

@@ -91,6 +91,7 @@ class WorkerSide:
         self._attached = False
         self._error = ""
         self._error_told = False
+        self._attach_told = False
         self._waiting: list[SaveJob | LoadJob] = []
         self._saves: dict[int, SaveJob] = {}
         self._loads: dict[int, _Load] = {}
@@ -267,7 +268,11 @@ class WorkerSide:
         return finished, failed
 
     def report(self) -> bytes:
-        """What the scheduler side is to hear of this step; empty if nothing."""
+        """What the scheduler side is to hear of this step; empty if there is nothing new."""
+        news = self._ended_saves or self._ended_loads or self._timed_out
+        if not news and self._attached == self._attach_told and bool(self._error) == self._error_told:
+            return b""
+        self._attach_told = self._attached
         error = "" if self._error_told else self._error
         self._error_told = bool(self._error)
         report = WorkerReport(
