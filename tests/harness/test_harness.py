@@ -3,43 +3,17 @@ and every lie is caught."""
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness.dict_connector import LIES, STORES, DictConnector
-from harness.layouts import LAYOUTS
 
+from harness.dict_connector import LIES, STORES, DictConnector
+from harness.helpers import FULL_AND_SLIDING, LAYOUTS, dict_harness, plain, tokens
 from kvquilt.layout import needed_blocks
 from kvquilt.testing.harness_records import Hang, LeakError
-from kvquilt.testing.scheduler_harness import SchedulerHarness
 from kvquilt.testing.sim_model import StrayWrite, WrongKV
 from kvquilt.testing.sim_shapes import GroupShape, HarnessError
-
-FULL_AND_SLIDING = LAYOUTS["full 32 + sliding 16"]
-_names = itertools.count()
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(32_000), k=length)
-
-
-def plain(groups: list[GroupShape], **options: Any) -> SchedulerHarness:
-    return SchedulerHarness(groups, connector=None, **{"num_blocks": 300, **options})
-
-
-def dict_harness(groups: list[GroupShape], lie: str | None = None, **options: Any) -> SchedulerHarness:
-    extra = {"store": f"s{next(_names)}", "lie": lie, **options.pop("extra", {})}
-    defaults: dict[str, Any] = {"num_blocks": 300, "load_failure_policy": "recompute"}
-    return SchedulerHarness(
-        groups,
-        connector="DictConnector",
-        module="harness.dict_connector",
-        extra_config=extra,
-        **{**defaults, **options},
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -306,7 +280,7 @@ def test_memory_that_nobody_holds_is_watched() -> None:
         h.run_until_idle()
         h.check_idle()
         free = next(b for b in h.block_pool.blocks[1:] if b.block_hash is None)
-        h.workers[0].memory.layers[0].tensor[free.block_id].zero_()
+        h.engine.workers[0].memory.layers[0].tensor[free.block_id].zero_()
         with pytest.raises(StrayWrite, match=f"block {free.block_id}, which nobody holds"):
             h.check_idle()
 

@@ -16,26 +16,16 @@ call, every entry that attention would read is checked (see `sim_model`).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import pickle
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from kvquilt.testing.harness_records import (
-    Admission,
-    BlockWatch,
-    Hang,
-    HarnessRequest,
-    LeakError,
-    WrongOutput,
-)
-from kvquilt.testing.sim_model import SimMemory
+from kvquilt.testing.harness_records import Admission, Hang, HarnessRequest, LeakError
+from kvquilt.testing.sim_engine import OnWorker, SimEngine, kv_transfer_options
 from kvquilt.testing.sim_shapes import EngineConfig, GroupShape, MemoryLayout
-from kvquilt.testing.sim_worker import RunnerKind, SimWorker
+from kvquilt.testing.sim_worker import RunnerKind
 
 __all__ = ["SchedulerHarness"]
 
@@ -86,23 +76,21 @@ class SchedulerHarness:
         memory_layout: MemoryLayout = "auto",
         hash_algorithm: str = "sha256",
         scheduler_options: Mapping[str, Any] | None = None,
-        on_worker: Callable[[int, Any, Literal["made", "registered"]], None] | None = None,
+        on_worker: OnWorker | None = None,
     ) -> None:
-        self.groups = tuple(groups)
-        self.num_ranks = num_ranks
         self.requests: dict[str, HarnessRequest] = {}
         self.num_steps = 0
         self._ids = itertools.count()
-        self._inflight: deque[tuple[Any, Any]] = deque()
         self._mid_step_aborts: list[str] = []
-        transfer = _kv_transfer(connector, module, extra_config, multi_connector, load_failure_policy)
-        self.config = EngineConfig(
-            groups=self.groups,
+        config = EngineConfig(
+            groups=tuple(groups),
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
-            kv_transfer=transfer,
+            kv_transfer=kv_transfer_options(
+                connector, module, extra_config, multi_connector, load_failure_policy
+            ),
             enable_prefix_caching=enable_prefix_caching,
             retention_interval=retention_interval,
             num_ranks=num_ranks,
@@ -111,36 +99,17 @@ class SchedulerHarness:
             hash_algorithm=hash_algorithm,
             scheduler_options=scheduler_options or {},
         )
-        self._hasher = _request_hasher(self.config)
-        self.workers: list[SimWorker] = []
-        self.scheduler: Any = None
-        self._closed = False
-        try:
-            self._start(runner, on_worker)
-        except BaseException:
-            self.shutdown()
-            raise
+        self.engine = SimEngine(config, runner, on_worker, self._salt_of, self._admitted)
 
-    def _start(self, runner: RunnerKind, on_worker: Callable[..., None] | None) -> None:
-        # As in the engine: the workers' connectors exist, and have their memory, before the
-        # scheduler's does.
-        for rank in range(self.num_ranks):
-            worker = SimWorker(self.config, self.groups, rank, runner, self._salt_of)
-            self.workers.append(worker)
-            if on_worker and worker.connector is not None:
-                on_worker(rank, worker.connector, "made")
-            worker.register()
-            if on_worker and worker.connector is not None:
-                on_worker(rank, worker.connector, "registered")
-        self.scheduler = _make_scheduler(self.config)
-        if runner == "v2":
-            self.scheduler.use_v2_model_runner = True
-        self._aggregator: Any = None
-        if self.num_ranks > 1 and self.scheduler.connector is not None:
-            from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's configuration objects."""
+        return self.engine.config
 
-            self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, self.num_ranks)
-        self._watch = BlockWatch(self.scheduler.kv_cache_manager, self._admitted)
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self.engine.scheduler
 
     @property
     def connector(self) -> Any:
@@ -150,7 +119,7 @@ class SchedulerHarness:
     @property
     def worker_connectors(self) -> list[Any]:
         """The workers' connectors, by rank."""
-        return [worker.connector for worker in self.workers]
+        return [worker.connector for worker in self.engine.workers]
 
     @property
     def block_pool(self) -> Any:
@@ -194,7 +163,7 @@ class SchedulerHarness:
                 None,
                 cache_salt=cache_salt,
                 priority=priority,
-                block_hasher=self._hasher,
+                block_hasher=self.engine.hasher,
             )
         )
         return record
@@ -239,7 +208,7 @@ class SchedulerHarness:
 
     def has_work(self) -> bool:
         """True while the engine would go on stepping."""
-        return bool(self._inflight) or bool(self.scheduler.has_requests())
+        return self.engine.num_inflight > 0 or bool(self.scheduler.has_requests())
 
     def step(self) -> bool:
         """One step of the engine's loop, also if it has no tokens to compute.
@@ -248,10 +217,12 @@ class SchedulerHarness:
         """
         before = self._progress()
         self.num_steps += 1
-        computed = self._schedule() if self.scheduler.has_requests() or not self._inflight else False
-        full = len(self._inflight) >= self.config.vllm.max_concurrent_batches
-        if full or not (computed or self.scheduler.has_requests()):
-            self._update()
+        computed, outputs = self.engine.step(self._mid_step)
+        for item in outputs:
+            record = self.requests[item.request_id]
+            record.take(item.new_token_ids)
+            if item.finish_reason is not None:
+                record.finish_reason = str(item.finish_reason)
         return computed or self._progress() != before
 
     def run_until_idle(self, max_steps: int = 100_000, stall_seconds: float = 10.0) -> int:
@@ -300,13 +271,11 @@ class SchedulerHarness:
 
         Also StrayWrite if memory that nobody holds, or the null block, was written.
         """
-        self._recycle_all()
-        for worker in self.workers:
-            worker.memory.check_idle()
+        self.engine.check_memory()
         held = [block.block_id for block in self.block_pool.blocks[1:] if block.ref_cnt]
         free = self.block_pool.get_num_free_blocks()
         problems = []
-        if self._inflight or self.scheduler.requests:
+        if self.engine.num_inflight or self.scheduler.requests:
             problems.append("requests or steps are left")
         if held or free != self.config.num_blocks - 1:
             problems.append(f"blocks still held: {held[:20]}, free {free} of {self.config.num_blocks - 1}")
@@ -321,15 +290,7 @@ class SchedulerHarness:
 
     def shutdown(self) -> None:
         """Shut the connectors down, as the engine does at its end. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.ExitStack() as stack:
-            if self.scheduler is not None:
-                stack.callback(self.scheduler.shutdown)
-            for worker in self.workers:
-                if worker.connector is not None:
-                    stack.callback(worker.connector.shutdown)
+        self.engine.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -347,41 +308,10 @@ class SchedulerHarness:
             Admission(self.num_steps, local, external, asynchronous, preempted)
         )
 
-    def _schedule(self) -> bool:
-        scheduled = self.scheduler.schedule()
-        self._inflight.append((scheduled, self._execute(scheduled)))
-        return bool(scheduled.num_scheduled_tokens)
-
-    def _execute(self, scheduled: Any) -> Any:
-        fresh, freed = self._watch.drain()
-
-        def recycle(memory: SimMemory) -> None:
-            memory.recycle(fresh, freed)
-
-        if self.num_ranks == 1:
-            return self.workers[0].execute(scheduled, recycle)
-        outputs = [_as_sent(worker.execute(_as_sent(scheduled), recycle)) for worker in self.workers]
-        return self._aggregator.aggregate(outputs) if self._aggregator else outputs[0]
-
-    def _update(self) -> None:
-        scheduled, output = self._inflight.popleft()
+    def _mid_step(self) -> None:
         aborts, self._mid_step_aborts = self._mid_step_aborts, []
         for id in aborts:
             self.abort(id)
-        for engine_outputs in self.scheduler.update_from_output(scheduled, output).values():
-            for item in engine_outputs.outputs:
-                self._take_output(item)
-
-    def _take_output(self, item: Any) -> None:
-        record = self.requests[item.request_id]
-        record.take(item.new_token_ids)
-        if item.finish_reason is not None:
-            record.finish_reason = str(item.finish_reason)
-
-    def _recycle_all(self) -> None:
-        fresh, freed = self._watch.drain()
-        for worker in self.workers:
-            worker.memory.recycle(fresh, freed)
 
     def _progress(self) -> tuple[int, ...]:
         requests = self.scheduler.requests
@@ -390,64 +320,5 @@ class SchedulerHarness:
             sum(len(record.admissions) + len(record.output) for record in self.requests.values()),
             len(self.scheduler.finished_recving_kv_req_ids),
             self.block_pool.get_num_free_blocks(),
-            len(self._inflight),
+            self.engine.num_inflight,
         )
-
-
-def _kv_transfer(
-    connector: str | None,
-    module: str,
-    extra_config: Mapping[str, Any] | None,
-    multi_connector: bool | Sequence[Mapping[str, Any]],
-    load_failure_policy: str | None,
-) -> dict[str, Any] | None:
-    if connector is None:
-        return None
-    policy = {} if load_failure_policy is None else {"kv_load_failure_policy": load_failure_policy}
-    own: dict[str, Any] = {
-        "kv_connector": connector,
-        "kv_connector_module_path": module,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": dict(extra_config or {}),
-    }
-    if multi_connector is False:
-        return own | policy
-    others = [] if multi_connector is True else [dict(other) for other in multi_connector]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [own, *others]},
-        **policy,
-    }
-
-
-def _as_sent(message: Any) -> Any:
-    """What another process gets of it: the engine's executor sends its own messages like this."""
-    return pickle.loads(pickle.dumps(message))  # noqa: S301
-
-
-def _request_hasher(config: EngineConfig) -> Any:
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-
-    if not config.enable_prefix_caching and config.kv_transfer is None:
-        return None
-    function = get_hash_fn_by_name(config.hash_algorithm)
-    init_none_hash(function)
-    return get_request_block_hasher(config.hash_block_size, function)
-
-
-def _make_scheduler(config: EngineConfig) -> Any:
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    kind = AsyncScheduler if config.async_scheduling else Scheduler
-    return kind(
-        vllm_config=config.vllm,
-        kv_cache_config=config.kv_cache,
-        structured_output_manager=StructuredOutputManager(config.vllm),
-        block_size=config.scheduler_block_size,
-        hash_block_size=config.hash_block_size,
-        log_stats=True,
-    )

@@ -1,7 +1,12 @@
-"""Layouts for the harness: mostly such as no model small enough to run has."""
+"""Layouts, mostly such as no model small enough to run has, and harnesses over them."""
 
 from __future__ import annotations
 
+import itertools
+import random
+from typing import Any
+
+from kvquilt.testing.scheduler_harness import SchedulerHarness
 from kvquilt.testing.sim_shapes import GroupShape
 
 LAYOUTS: dict[str, list[GroupShape]] = {
@@ -39,3 +44,26 @@ LAYOUTS: dict[str, list[GroupShape]] = {
     ],
     "draft sliding": [GroupShape("full", 32), GroupShape("sliding", 16, window=40, draft=True)],
 }
+
+FULL_AND_SLIDING = LAYOUTS["full 32 + sliding 16"]
+_names = itertools.count()
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(32_000), k=length)
+
+
+def plain(groups: list[GroupShape], **options: Any) -> SchedulerHarness:
+    return SchedulerHarness(groups, connector=None, **{"num_blocks": 300, **options})
+
+
+def dict_harness(groups: list[GroupShape], lie: str | None = None, **options: Any) -> SchedulerHarness:
+    extra = {"store": f"s{next(_names)}", "lie": lie, **options.pop("extra", {})}
+    defaults: dict[str, Any] = {"num_blocks": 300, "load_failure_policy": "recompute"}
+    return SchedulerHarness(
+        groups,
+        connector="DictConnector",
+        module="harness.dict_connector",
+        extra_config=extra,
+        **{**defaults, **options},
+    )
