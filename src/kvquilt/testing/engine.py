@@ -334,6 +334,8 @@ def _prepare_environment() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Standard output belongs to the caller: a benchmark prints its JSON there.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def _transfer_config(options: Mapping[str, Any]) -> Any:

@@ -125,7 +125,8 @@ def _gemma3() -> ModelSpec:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        query_pre_attn_scalar=32,
+        # Scores unscaled, as in Gemma 4: sharp attention, which a zeroed group visibly upsets.
+        query_pre_attn_scalar=1,
         hidden_activation="gelu_pytorch_tanh",
         attention_bias=False,
         attention_dropout=0.0,
@@ -173,7 +174,7 @@ def _gemma4() -> ModelSpec:
         config=config,
         engine={"dtype": "float32", "block_size": 32},
         groups=(*_sliding_groups(64, page), _full_group(32, page, 5)),
-        weights=WeightScale(),
+        weights=WeightScale(norm_mean=1.0),
         notes="Gemma 4: full layers have wider heads, so sliding blocks hold 64 tokens and full ones 32",
     )
 
@@ -198,7 +199,7 @@ def _plain() -> ModelSpec:
         config=config,
         engine={"dtype": "float32", "block_size": 32},
         groups=(_full_group(32, 4 * 2 * 2 * 32 * 4 * 32, 0, 1, 2, 3),),
-        weights=WeightScale(),
+        weights=WeightScale(norm_mean=1.0),
         notes="Qwen 3: one full group, the case without any hybrid",
     )
 
