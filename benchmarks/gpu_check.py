@@ -140,9 +140,7 @@ def main() -> int:
         print(json.dumps({"device": name, "equal": not wrong, "wrong": wrong, "rows": rows}, indent=2))
     else:
         print(f"{name}: {'all bytes equal' if not wrong else '; '.join(wrong)}")
-        print(
-            f"{'piece':>9}  {'way':4}  {'path':7}  {'GB/s':>6}  {'limit':>6}  ratio  (* = the path that is used)"
-        )
+        print(f"{'piece':>9}  {'way':4}  {'path':7}  {'GB/s':>6}  {'limit':>6}  ratio  (*: in use)")
         for row in rows:
             print(
                 f"{row['piece_kib']:>5} KiB  {row['direction']:4}  {row['path']:7}  "

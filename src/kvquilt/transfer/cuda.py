@@ -54,7 +54,7 @@ class _Job:
     zero: PageCopies | None
     save: bool
     submitted: float
-    after: Any
+    after: Any = None
     end: Any = None
     error: str | None = None
     num_bytes: int = 0
@@ -205,9 +205,12 @@ class CudaCopier:
                 raise TransferError("the copier is closed")
             if job_id in self._pending:
                 raise TransferError(f"job {job_id} is pending already")
-            after = self._device.record(self._device.current_stream())
-            job = _Job(job_id, copies, zero, save, time.perf_counter(), after)
-            self._pending[job_id] = job
+            job = self._pending[job_id] = _Job(job_id, copies, zero, save, time.perf_counter())
+            try:
+                job.after = self._device.record(self._device.current_stream())
+            except Exception as failure:  # noqa: BLE001 - a lost device must not stop the engine's hook
+                self._end(job, _reason(job, failure))
+                return
             self._queues[save].append(job)
             self._changed.notify_all()
 

@@ -145,6 +145,14 @@ def test_layers_that_lie_one_after_another_are_copied_as_one():
     assert len(GroupPages("g", apart).fragment_runs()) == 3
 
 
+def test_neighbours_with_other_strides_stay_apart():
+    """Side by side in block 0 only: as one piece, the later blocks would be the wrong bytes."""
+    backing = torch.zeros(4096, dtype=torch.uint8)
+    first = layer_pages("a", backing.as_strided((4, 32), (256, 1), 0), 4)
+    second = layer_pages("b", backing.as_strided((4, 32), (512, 1), 32), 4)
+    assert [(s, n) for _, s, n in GroupPages("g", (first, second)).fragment_runs()] == [(256, 32), (512, 32)]
+
+
 def test_copies_are_flat_integers_of_one_length():
     assert len(PageCopies([0, 1], [1, 2], [3, 4])) == 2
     assert len(PageCopies([], [], [])) == 0
