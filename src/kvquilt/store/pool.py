@@ -92,12 +92,12 @@ class Arena:
 
 
 def _sealed_memfd(name: str, size_bytes: int) -> int:
-    # A memfd's name is cut at 249 bytes by refusing longer ones; it only serves /proc readers.
+    # The name only serves whoever reads /proc; the system refuses more than 249 bytes.
     fd = os.memfd_create(f"kvquilt-{name}"[:60], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         os.close(fd)
         raise SizingError(f"arena {name!r}: shared memory of {size_bytes} bytes: {error}") from error
     return fd
@@ -107,7 +107,7 @@ class Prefault:
     """Gives the arenas their memory, extent by extent, one extent of each arena in turn.
 
     `start` runs it in one daemon thread, `run` in the caller's. failures: extents that could
-    not be had. Guarded by nothing: the thread alone writes `failures` and `usable_slots`.
+    not be had. Guarded by nothing: once the thread runs, it alone writes `failures` and `usable_slots`.
     """
 
     def __init__(self, arenas: Sequence[Arena], populate: Populate = populate_extent) -> None:
