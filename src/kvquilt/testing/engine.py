@@ -51,7 +51,8 @@ class Engine:
     num_blocks: size of the engine's pool in blocks; else `kv_cache_memory_bytes` (default 256 MiB).
     retention_interval: the engine's own `prefix_cache_retention_interval`: 0 keeps, in groups that
     are not dense, only blocks at prompts' boundaries; None keeps all.
-    engine_args: any other argument of vLLM's `EngineArgs`; they win over everything else.
+    clock: seconds for times to the first token; one that stands still leaves out what is not the
+    engine's work. engine_args: any other argument of vLLM's `EngineArgs`; they win over everything.
 
     Sets VLLM_ENABLE_V1_MULTIPROCESSING=0 and HF_HUB_OFFLINE=1 in this process. Raises what vLLM
     raises if it cannot start; nothing is left running then.
@@ -71,6 +72,7 @@ class Engine:
         retention_interval: int | None = 0,
         seed: int = 0,
         log_stats: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
         **engine_args: Any,
     ) -> None:
         _prepare_environment()
@@ -98,6 +100,7 @@ class Engine:
         transfer = connector_config(connector)
         if transfer is not None:
             arguments["kv_transfer_config"] = _transfer_config(transfer)
+        self._clock = clock
         self._records: dict[str, RequestRecord] = {}
         self._serial = 0
         self._llm: Any = _start(EngineArgs(model=path, **arguments))
@@ -189,10 +192,10 @@ class Engine:
         )
         self._serial += 1
         name = request_id if request_id is not None else f"request-{self._serial}"
-        started = time.perf_counter()
+        started = self._clock()
         inputs = tokens_input(list(prompt), cache_salt=cache_salt)
         key: str = self.llm_engine.add_request(name, inputs, params, lora_request=lora_request)
-        self._records[key] = RequestRecord(key, started)
+        self._records[key] = RequestRecord(key, started, self._clock)
         return key
 
     def step(self) -> None:
@@ -333,6 +336,9 @@ def _prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Threads that spin at barriers make a tiny model many times slower as soon as another process
+    # wants the cores. OpenMP reads this when torch is loaded; later it has no effect.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # Standard output belongs to the caller: a benchmark prints its JSON there.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,11 @@ class Result:
 
 @dataclass
 class RequestRecord:
-    """A request on its way; fed with the core's outputs."""
+    """A request on its way; fed with the core's outputs. started: when it was handed over, by `clock`."""
 
     request_id: str
     started: float
+    clock: Callable[[], float] = time.perf_counter
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     first_token: float | None = None
@@ -50,7 +51,7 @@ class RequestRecord:
         still has both, and has them once, with the first output.
         """
         if output.new_token_ids and self.first_token is None:
-            self.first_token = time.perf_counter()
+            self.first_token = self.clock()
         self.tokens.extend(output.new_token_ids)
         if output.new_logprobs is not None:
             # Column 0 is the sampled token; the others are the most probable ones.
