@@ -97,6 +97,7 @@ class TorchDevice:
         error = _cuda.cudart().cudaHostRegister(address, num_bytes, REGISTER_FLAGS)
         if int(error) == 0:
             return True
+        self._batch = None  # made for pinned memory; single copies take any
         logger.warning("cudaHostRegister of %d bytes: %s", num_bytes, error)
         return False
 
