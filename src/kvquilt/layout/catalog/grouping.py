@@ -56,13 +56,18 @@ def _equal_pages(layers: Sequence[LayerSpec]) -> Group:
             ratio = widest // spec.engine_bytes
             padded = None if spec.padded_bytes is None else spec.padded_bytes * ratio
             out.append(replace(spec, tokens_per_block=spec.tokens_per_block * ratio, padded_bytes=padded))
-        elif spec.mla:
+        elif spec.mla and spec.kind == "full":
             raise ConfigError(
                 f"layer {spec.name}: its page of {spec.engine_bytes} bytes neither divides the widest "
                 f"page of {widest} bytes nor may be padded to it: the engine refuses this model"
             )
         else:
             out.append(replace(spec, padded_bytes=widest))
+    for spec in out:
+        if spec.engine_bytes != widest:  # its alignment does not scale with the block
+            raise ConfigError(
+                f"layer {spec.name}: its page cannot be made {widest} bytes: the engine refuses this model"
+            )
     return out
 
 
@@ -106,6 +111,11 @@ def _packed(layers: Sequence[LayerSpec]) -> list[Group]:
         if count == 1:
             groups.append(bucket)
             continue
+        if not _balanced(bucket):
+            raise ConfigError(
+                f"layer {bucket[0].name}: the engine cannot split this layer's group evenly: its pages "
+                "differ and no pattern of them repeats"
+            )
         pattern = list(zip(*_by_page(bucket).values(), strict=True))
         groups += [[spec for row in pattern[i::count] for spec in row] for i in range(count)]
     return groups
