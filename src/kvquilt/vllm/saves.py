@@ -25,12 +25,16 @@ IntArray = NDArray[np.int64]
 
 @dataclass
 class _Candidate:
-    """Blocks of one request and group that are written, hashed, wanted and not null."""
+    """Blocks of one request and group that are written, hashed, wanted and not null.
+
+    num_fresh: those that were not postponed before.
+    """
 
     state: RequestState
     group: int
     blocks: IntArray
     block_ids: IntArray
+    num_fresh: int
 
 
 @dataclass
@@ -111,7 +115,7 @@ class SaveBook:
             hashed = min(len(block_ids), state.chain.num_blocks(group) - first)
             blocks = np.arange(first, first + max(hashed, 0), dtype=np.int64)
             candidates.append(
-                _Candidate(state, group, blocks, np.asarray(block_ids[: blocks.size], np.int64))
+                _Candidate(state, group, blocks, np.asarray(block_ids[: blocks.size], np.int64), blocks.size)
             )
         self._reserve(candidates, freed_next=True, pins_to_come=pins_to_come)
         self.drop_checkpoint(state)
@@ -210,7 +214,8 @@ class SaveBook:
             blocks = np.concatenate([retried, fresh[wanted]])
             block_ids = np.asarray([table[index][i] for i in blocks], dtype=np.int64)
             held = block_ids != 0  # the null block is dropped together with its key
-            out.append(_Candidate(state, index, blocks[held], block_ids[held]))
+            num_fresh = int(held[retried.size :].sum())
+            out.append(_Candidate(state, index, blocks[held], block_ids[held], num_fresh))
             state.next_block[index] = max(last, first)
             state.retry[index] = []
         state.next_check = min(
@@ -280,7 +285,7 @@ class SaveBook:
         self._next_job += 1
 
     def _postpone(self, candidates: list[_Candidate], *, retry: bool) -> None:
-        self._meter.count("saves_skipped", sum(c.blocks.size for c in candidates), "pin_cap")
+        self._meter.count("saves_skipped", sum(c.num_fresh for c in candidates), "pin_cap")
         if retry:
             for candidate in candidates:
                 candidate.state.retry[candidate.group] = candidate.blocks.tolist()
