@@ -5,7 +5,7 @@ be caught. Options in `kv_connector_extra_config`:
 
 store: name of the dict (a new harness on the same name finds what the last one saved).
 sync: load before the forward pass instead of asynchronously.
-lie: None, or one of LIES.
+lie: None, or one of LIES. lie_group: tell lies about loads only for the group with this index.
 fail_loads: this many loads report failure (after copying half of their blocks).
 """
 
@@ -24,9 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvquilt.hits import longest_hit
-from kvquilt.layout import CacheGroup, CacheLayout, needed_blocks
+from kvquilt.layout import CacheGroup, CacheLayout, GroupKind, needed_blocks
 
 LIES = (
     "wrong bytes",  # another block's bytes
@@ -61,6 +62,13 @@ class Metadata(KVConnectorMetadata):
     saves: list[Copy] = field(default_factory=list)
 
 
+def kind_of(spec: Any) -> GroupKind:
+    if isinstance(spec, MambaSpec):
+        return "recurrent"
+    window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
+    return "sliding" if window else "chunked" if chunk else "full"
+
+
 def cache_layout(config: Any, *, peek: bool = True) -> CacheLayout:
     groups = []
     for index, group in enumerate(config.kv_cache_groups):
@@ -70,7 +78,7 @@ def cache_layout(config: Any, *, peek: bool = True) -> CacheLayout:
         groups.append(
             CacheGroup(
                 str(index),
-                kind="sliding" if window else "chunked" if chunk else "full",
+                kind=kind_of(spec),
                 tokens_per_block=spec.block_size,
                 page_bytes=spec.page_size_bytes,
                 window=window,
@@ -152,12 +160,16 @@ class DictConnector(KVConnectorBase_V1, SupportsHMA):
             request = self.requests[name]
             tables = state.get_block_ids(name)
             self.meta.saves += self.new_saves(request, tables, request.num_computed_tokens + count)
+        for name, states in state.boundary_state_offloads.items():
+            self.meta.saves += self.new_states(self.requests[name], states)
         meta, self.meta = self.meta, Metadata()
         return meta
 
     def new_saves(self, request: Any, tables: tuple[list[int], ...], num_tokens: int) -> Iterable[Copy]:
         pending = {copy.key for copy in self.meta.saves}
         for index, group in enumerate(self.layout.groups):
+            if group.kind == "recurrent":
+                continue
             end = num_tokens // group.tokens_per_block
             if self.lie == "early save":
                 end += 1
@@ -166,6 +178,13 @@ class DictConnector(KVConnectorBase_V1, SupportsHMA):
                 if block and key is not None and key not in pending and not self.has(key):
                     pending.add(key)
                     yield Copy(index, block, key)
+
+    def new_states(self, request: Any, states: list[tuple[int, int, int]]) -> Iterable[Copy]:
+        for group, block, tokens in states:
+            index, rest = divmod(tokens, self.layout.groups[group].tokens_per_block)
+            key = self.key(request, group, index - 1)
+            if not rest and key is not None and not self.has(key):
+                yield Copy(group, block, key)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -202,21 +221,24 @@ class DictConnector(KVConnectorBase_V1, SupportsHMA):
                 self.load(copies[: len(copies) // 2])
             elif self.lie == "late load":
                 self.late_loads.append(copies)
-            elif self.lie != "no bytes":
+            else:
                 self.load(copies)
 
     def load(self, copies: list[Copy]) -> None:
+        only = self.options.get("lie_group")
         for copy in copies:
+            lie = self.lie if only is None or only == copy.group else None
             saved = self.store.get(copy.key)
-            if saved is None:  # only after a promise that was a lie
+            if saved is None or lie == "no bytes":  # None only after a promise that was a lie
                 continue
-            if self.lie == "wrong bytes":
-                saved = next(pages for key, pages in self.store.items() if key[0] == copy.group)
-            block = copy.block + (self.lie == "wrong block")
-            rank = 0 if self.lie == "wrong rank" else self.rank
+            if lie == "wrong bytes":
+                same_group = [pages for key, pages in self.store.items() if key[0] == copy.group]
+                saved = next(pages for pages in same_group if pages is not saved)
+            block = copy.block + (lie == "wrong block")
+            rank = 0 if lie == "wrong rank" else self.rank
             for pages, data in zip(self.pages[copy.group], saved[rank], strict=True):
                 pages[block].copy_(data)
-                if self.lie == "null block":
+                if lie == "null block":
                     pages[0].copy_(data)
 
     def wait_for_save(self) -> None:

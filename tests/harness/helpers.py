@@ -42,6 +42,20 @@ LAYOUTS: dict[str, list[GroupShape]] = {
         GroupShape("full", 16),
         GroupShape("full", 16, bytes_per_token=16, draft=True),
     ],
+    "full + states": [
+        GroupShape("full", 64, bytes_per_token=16),
+        *[GroupShape("recurrent", 64, state_bytes=1024, num_layers=2) for _ in range(3)],
+    ],
+    "states, two windows, full last": [
+        GroupShape("recurrent", 96, state_bytes=40, num_layers=2),
+        GroupShape("sliding", 16, window=40),
+        GroupShape("sliding", 32, window=100),
+        GroupShape("full", 48, num_layers=2),
+    ],
+    "small blocks and states": [
+        GroupShape("full", 16),
+        GroupShape("recurrent", 64, state_bytes=128),
+    ],
     "draft sliding": [GroupShape("full", 32), GroupShape("sliding", 16, window=40, draft=True)],
 }
 

@@ -33,7 +33,7 @@ RUNNERS: dict[str, dict[str, Any]] = {
 
 def per_layout_and_runner() -> list[Any]:
     """Every layout with the first runner, and three layouts with every runner."""
-    chosen = ("full 32 + sliding 16", "three windows that do not divide", "draft full")
+    chosen = ("full 32 + sliding 16", "states, two windows, full last", "draft full")
     return [
         pytest.param(groups, options, id=f"{name}-{runner}")
         for name, groups in LAYOUTS.items()
@@ -152,7 +152,9 @@ def test_pause_holds_new_requests_back() -> None:
 def test_honest_connector_passes_with_hits(
     groups: list[GroupShape], options: dict[str, Any], sync: bool
 ) -> None:
-    with dict_harness(groups, extra={"sync": sync}, **options) as h:
+    # The engine hands over states where a chunk of prefill ended and its retention keeps one.
+    limits: dict[str, Any] = {"max_num_batched_tokens": 150, "retention_interval": None}
+    with dict_harness(groups, extra={"sync": sync}, **limits, **options) as h:
         prompt = tokens(1, 700)
         first = h.add(prompt, max_tokens=20)
         h.run_until_idle()
@@ -240,6 +242,30 @@ def test_reset_of_the_connector() -> None:
         assert (record.local_hit, record.external_hit) == (0, 0)
 
 
+def repeat(layout: str, lie: str | None, lie_group: int) -> None:
+    """One prompt twice, the engine forgetting in between; a lie about one group only."""
+    options: dict[str, Any] = {"extra": {"lie_group": lie_group}, "num_ranks": 2}
+    limits: dict[str, Any] = {"retention_interval": None, "max_num_batched_tokens": 150}
+    with dict_harness(LAYOUTS[layout], lie, **options, **limits) as h:
+        for _ in range(2):
+            h.add(tokens(1, 400), max_tokens=3)
+            h.run_until_idle()
+            h.reset_prefix_cache()
+        h.check_idle()
+
+
+@pytest.mark.parametrize("lie", [None, "wrong bytes", "no bytes", "wrong block", "wrong rank"])
+@pytest.mark.parametrize("group", range(4))
+def test_a_lie_about_any_one_group_is_caught(group: int, lie: str | None) -> None:
+    if lie is None:
+        repeat("states, two windows, full last", lie, group)
+        return
+    # A write to the wrong block may hurt another group first.
+    named = "" if lie == "wrong block" else f"group {group} "
+    with pytest.raises(HarnessError, match=named):
+        repeat("states, two windows, full last", lie, group)
+
+
 def lied_to(lie: str | None) -> list[int]:
     """Prompts that part inside a block and at a boundary, each twice, the engine forgetting in
     between; prefill in chunks, so that blocks fill up over several steps and windows move on."""
@@ -312,7 +338,7 @@ def test_the_model_reads_what_the_layout_says_is_needed(groups: list[GroupShape]
                 first_block = groups[index].first_read(end) // group.tokens_per_block
                 if lo < hi and not groups[index].extra_tokens:
                     assert (lo, hi) == (first_block, end // group.tokens_per_block)
-                elif lo == hi:
+                elif lo == hi and end:
                     assert groups[index].first_read(end) >= end
 
 

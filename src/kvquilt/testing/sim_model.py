@@ -42,8 +42,9 @@ class StrayWrite(HarnessError):
 class SimLayer:
     """One layer's pages in the shared allocation.
 
-    words: view of shape (num_blocks, tokens_per_block, words per token).
-    tensor: the engine's view of the same bytes, shape (num_blocks, 1, tokens_per_block, width).
+    words: view of shape (num_blocks, entries of a block, words of an entry): an entry is a token's
+    KV, or the one state of a recurrent block.
+    tensor: the engine's view of the same bytes, shape (num_blocks, 1, entries, width).
     """
 
     name: str
@@ -80,12 +81,12 @@ class SimMemory:
                 KVCacheLayout[config.kv_cache_layout],
                 place,
             )
-            width = shape.bytes_per_token // 8
+            width = shape.entry_bytes // 8
             for number, (name, tensor) in enumerate(zip(place.layers, views, strict=True)):
                 words = np.lib.stride_tricks.as_strided(
                     raw_words[(place.offset + number * place.layer_stride) // 8 :],
-                    shape=(self.num_blocks, shape.tokens_per_block, width),
-                    strides=(place.block_stride, shape.bytes_per_token, 8),
+                    shape=(self.num_blocks, shape.page_bytes // shape.entry_bytes, width),
+                    strides=(place.block_stride, shape.entry_bytes, 8),
                 )
                 constants = layer_constants(index, number, rank, width)
                 self.layers.append(SimLayer(name, index, words, tensor, constants))
@@ -111,6 +112,14 @@ class SimMemory:
             layer.words[changed] = POISON
         self._idle[fresh_ids] = False
         self._idle[freed_ids] = True
+
+    def prepare(self, zero: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+        """What the scheduler wants done before a forward pass: blocks zeroed, then (from, to) copied."""
+        sources, targets = [source for source, _ in copies], [target for _, target in copies]
+        for layer in self.layers:
+            layer.words[list(zero)] = 0
+        for layer in self.layers:
+            layer.words[targets] = layer.words[sources]
 
     def check_idle(self, blocks: NDArray[np.int64] | None = None) -> None:
         """Raise StrayWrite if an idle block (one of `blocks`, or any) or the null block was written."""
@@ -181,25 +190,40 @@ class SimModel:
         """Compute one layer: write the new entries of all requests, then read as attention does.
 
         All write before any reads, as in the engine: a request may hit blocks that another request
-        fills in the same step. Raises WrongKV.
+        fills in the same step. A state is read before, as in the engine. Raises WrongKV.
         """
+        if self.shapes[layer.group].kind == "recurrent":
+            self._forward_states(layer)
+            return
         for work in self._work:
             positions = np.arange(work.start, work.stop)
             blocks, offsets = self._locate(layer, work, positions)
             layer.words[blocks, offsets] = self._entries(layer, work, positions)
         for work in self._work:
             positions = np.arange(self.shapes[layer.group].first_read(work.start), work.stop)
-            blocks, offsets = self._locate(layer, work, positions)
-            read = layer.words[blocks, offsets]
-            wrong = (read != self._entries(layer, work, positions)).any(axis=1)
-            if self.shapes[layer.group].draft:
-                # The target model verifies every draft, so a connector may leave zeros there.
-                wrong &= read.any(axis=1)
-            if wrong.any():
-                at = int(np.flatnonzero(wrong)[0])
-                found = layer.words[blocks[at], offsets[at]]
-                what = "never written" if (found == POISON).any() else "another token's"
-                raise self._wrong(layer, work, int(positions[at]), int(blocks[at]), what)
+            self._read(layer, work, positions)
+
+    def _forward_states(self, layer: SimLayer) -> None:
+        """The state after the last computed token is read; the one after the last new token is kept."""
+        for work in self._work:
+            if work.start:
+                self._read(layer, work, np.asarray([work.start - 1]))
+        for work in self._work:
+            last = np.asarray([work.stop - 1])
+            blocks, _ = self._locate(layer, work, last)
+            layer.words[blocks, 0] = self._entries(layer, work, last)
+
+    def _read(self, layer: SimLayer, work: _Work, positions: NDArray[np.int64]) -> None:
+        blocks, offsets = self._locate(layer, work, positions)
+        read = layer.words[blocks, offsets]
+        wrong = (read != self._entries(layer, work, positions)).any(axis=1)
+        if self.shapes[layer.group].draft:
+            # The target model verifies every draft, so a connector may leave zeros there.
+            wrong &= read.any(axis=1)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            what = "never written" if (read[at] == POISON).any() else "another token's"
+            raise self._wrong(layer, work, int(positions[at]), int(blocks[at]), what)
 
     def _entries(self, layer: SimLayer, work: _Work, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
         # A draft layer's entry also depends on the token after it: that is why a hit in such a
@@ -221,6 +245,8 @@ class SimModel:
         null = blocks == 0
         if null.any():
             raise self._wrong(layer, work, int(positions[null][0]), 0, "in the null block")
+        if self.shapes[layer.group].kind == "recurrent":
+            return blocks, np.zeros_like(positions)
         return blocks, positions % tokens_per_block
 
     def _wrong(self, layer: SimLayer, work: _Work, position: int, block: int, what: str) -> WrongKV:

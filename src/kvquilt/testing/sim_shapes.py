@@ -16,7 +16,7 @@ from kvquilt.errors import KVQuiltError
 
 __all__ = ["EngineConfig", "GroupShape", "HarnessError", "MemoryLayout"]
 
-ShapeKind = Literal["full", "sliding", "chunked"]
+ShapeKind = Literal["full", "sliding", "chunked", "recurrent"]
 MemoryLayout = Literal["auto", "LBHNC", "BLHNC"]
 
 VOCAB_SIZE = 32_000
@@ -35,6 +35,8 @@ class GroupShape:
     bytes_per_token: bytes of one token in one layer on one rank, a multiple of 8; so a block's page
     has num_layers * tokens_per_block * bytes_per_token bytes.
     window, chunk: tokens, for the kinds "sliding" and "chunked".
+    state_bytes: for the kind "recurrent", bytes of a block's state in one layer, a multiple of 8;
+    bytes_per_token has no meaning there.
     extra_tokens: sliding: tokens that the engine retains beyond the window.
     draft: the engine's "eagle" flag.
 
@@ -49,13 +51,16 @@ class GroupShape:
     bytes_per_token: int = 8
     extra_tokens: int = 0
     draft: bool = False
+    state_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.bytes_per_token < 8 or self.bytes_per_token % 8:
             raise ValueError(f"bytes_per_token={self.bytes_per_token}: must be a positive multiple of 8")
         if self.tokens_per_block < 1 or self.num_layers < 1:
             raise ValueError(f"{self}: tokens_per_block and num_layers must be at least 1")
-        for name, kind in (("window", "sliding"), ("chunk", "chunked")):
+        if self.state_bytes is not None and (self.state_bytes < 8 or self.state_bytes % 8):
+            raise ValueError(f"state_bytes={self.state_bytes}: must be a positive multiple of 8")
+        for name, kind in (("window", "sliding"), ("chunk", "chunked"), ("state_bytes", "recurrent")):
             value = getattr(self, name)
             if (value is not None) != (self.kind == kind):
                 raise ValueError(f"{name}={value}: the {kind} kind, and no other, has one")
@@ -63,12 +68,18 @@ class GroupShape:
     @property
     def page_bytes(self) -> int:
         """Bytes of one block in one layer."""
-        return self.tokens_per_block * self.bytes_per_token
+        return self.tokens_per_block * self.bytes_per_token if self.state_bytes is None else self.state_bytes
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry: a token's KV, or a state."""
+        return self.bytes_per_token if self.state_bytes is None else self.state_bytes
 
     def first_read(self, position: int) -> int:
         """First token that attention reads when it computes the token at `position`.
 
-        This is the model's own rule, deliberately not the product's: the two check each other.
+        For a recurrent group, the token whose state is read (-1: none). This is the model's own
+        rule, deliberately not the product's: the two check each other.
         """
         if self.kind == "sliding":
             assert self.window is not None
@@ -76,7 +87,7 @@ class GroupShape:
         if self.kind == "chunked":
             assert self.chunk is not None
             return position - position % self.chunk
-        return 0
+        return position - 1 if self.kind == "recurrent" else 0
 
     def spec(self) -> Any:
         """The engine's own spec of this group."""
@@ -84,8 +95,19 @@ class GroupShape:
         from vllm.v1.kv_cache_interface import (
             ChunkedLocalAttentionSpec,
             FullAttentionSpec,
+            MambaSpec,
             SlidingWindowSpec,
         )
+
+        if self.state_bytes is not None:
+            # Two parts, as real ones have: floats of half of it each.
+            parts = ((self.state_bytes // 8,),) * 2
+            return MambaSpec(
+                block_size=self.tokens_per_block,
+                shapes=parts,
+                dtypes=(torch.float32, torch.float32),
+                mamba_cache_mode="align",
+            )
 
         # One head; K and V of bytes_per_token / 8 floats each.
         common: dict[str, Any] = {
@@ -169,6 +191,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.groups:
             raise ValueError("groups: at least one is needed")
+        self._states = [group.tokens_per_block for group in self.groups if group.kind == "recurrent"]
+        if self._states and not self.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching=False: recurrent groups keep no blocks then")
         self.vllm = self._vllm_config()
         self.kv_cache = self._kv_cache_config()
         self._resolve_units()
@@ -199,7 +224,8 @@ class EngineConfig:
             model_config=copy.copy(_model_config(self.max_model_len)),
             scheduler_config=SchedulerConfig(**{**scheduler_options, **self.scheduler_options}),
             cache_config=CacheConfig(
-                block_size=min(group.tokens_per_block for group in self.groups),
+                # With states, prefill is cut at this unit.
+                block_size=max(self._states, default=min(group.tokens_per_block for group in self.groups)),
                 enable_prefix_caching=self.enable_prefix_caching,
                 prefix_cache_retention_interval=self.retention_interval,
                 prefix_caching_hash_algo=self.hash_algorithm,
@@ -215,6 +241,7 @@ class EngineConfig:
         config.parallel_config.world_size = self.num_ranks
         config.cache_config.num_gpu_blocks = self.num_blocks
         config.cache_config.kv_cache_layout = self._layout_name()
+        config.cache_config.mamba_cache_mode = "align" if self._states else "none"
         return config
 
     def _layout_name(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvquilt.testing.sim_fingerprint import TokenHashes
 from kvquilt.testing.sim_model import SimMemory, SimModel, SimRequest
-from kvquilt.testing.sim_shapes import VOCAB_SIZE, EngineConfig, GroupShape, HarnessError
+from kvquilt.testing.sim_shapes import VOCAB_SIZE, EngineConfig, GroupShape
 
 __all__ = ["RunnerKind", "SimWorker"]
 
@@ -67,6 +67,7 @@ class SimWorker:
         if self.connector is not None:
             self.connector.handle_preemptions(scheduled.kv_connector_metadata)
         recycle(self.memory)
+        self.memory.prepare(scheduled.new_block_ids_to_zero or (), scheduled.kv_cache_block_copies or ())
         starts = self._update_requests(scheduled)
         if self.connector is None:
             return self._output(self._forward(starts), None)
@@ -119,8 +120,6 @@ class SimWorker:
 
     def _update_requests(self, scheduled: Any) -> dict[str, tuple[int, int]]:
         """Bring the worker's requests up to date; returns request -> (computed, to compute)."""
-        if scheduled.kv_cache_block_copies:
-            raise HarnessError("the scheduler asked for block copies, which only recurrent groups need")
         for request_id in scheduled.finished_req_ids:
             self.model.requests.pop(request_id, None)
         starts: dict[str, int] = {}
