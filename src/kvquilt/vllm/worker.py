@@ -76,7 +76,9 @@ class WorkerSide:
         clock: Callable[[], float] = time.monotonic,
         copier_factory: Callable[..., Copier] = make_copier,
     ) -> None:
-        self._config = kv_cache_config
+        self._num_blocks = kv_cache_config.num_blocks
+        # Taken now: later the engine adds layers that share another layer's KV to its groups.
+        self._layer_bytes = [layer_page_bytes(group) for group in kv_cache_config.kv_cache_groups]
         self._layout = layout
         self._arena_of = arena_indices(layout, partition)
         self._rank = rank
@@ -125,33 +127,32 @@ class WorkerSide:
         )
 
     def _group_pages(self, index: int, kv_caches: Mapping[str, torch.Tensor]) -> GroupPages | None:
-        group, spec = self._layout.groups[index], self._config.kv_cache_groups[index]
+        group = self._layout.groups[index]
         if not group.cacheable or not group.page_bytes:
             return None
-        expected = layer_page_bytes(spec)
         layers = []
-        for name in spec.layer_names:
+        for name, expected in self._layer_bytes[index].items():
             if name not in kv_caches:
                 raise LayoutError(
                     f"cache group {group.name!r}: layer {name!r} was not registered by the engine"
                 )
-            layer = layer_pages(name, kv_caches[name], self._config.num_blocks)
-            if layer.page_bytes != expected[name]:
+            layer = layer_pages(name, kv_caches[name], self._num_blocks)
+            if layer.page_bytes != expected:
                 raise LayoutError(
                     f"cache group {group.name!r}: layer {name!r} holds {layer.page_bytes} bytes per block, "
-                    f"its spec says {expected[name]}"
+                    f"its spec says {expected}"
                 )
             layers.append(layer)
         return GroupPages(group.name, tuple(layers), group.page_bytes)
 
     def _check_strays(self, kv_caches: Mapping[str, torch.Tensor], known: Sequence[LayerPages]) -> None:
         """A layer that no group owns may only be one that shares another's KV."""
-        owned = {layer for group in self._config.kv_cache_groups for layer in group.layer_names}
+        owned = {name for layers in self._layer_bytes for name in layers}
         places = {(layer.base_address, layer.block_stride_bytes, layer.fragments) for layer in known}
         for name, tensor in kv_caches.items():
             if name in owned:
                 continue
-            layer = layer_pages(name, tensor, self._config.num_blocks)
+            layer = layer_pages(name, tensor, self._num_blocks)
             if (layer.base_address, layer.block_stride_bytes, layer.fragments) not in places:
                 raise LayoutError(f"layer {name!r} is in no cache group and shares no other layer's KV")
 
