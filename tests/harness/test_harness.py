@@ -261,7 +261,7 @@ def test_a_lie_about_any_one_group_is_caught(group: int, lie: str | None) -> Non
         repeat("states, two windows, full last", lie, group)
         return
     # A write to the wrong block may hurt another group first.
-    named = "" if lie == "wrong block" else f"group {group} "
+    named = "rank" if lie == "wrong block" else f"group {group} "
     with pytest.raises(HarnessError, match=named):
         repeat("states, two windows, full last", lie, group)
 
