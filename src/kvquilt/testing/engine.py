@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -92,6 +93,7 @@ class Engine:
             "seed": seed,
             "disable_log_stats": not log_stats,
         }
+        _calm_llvmlite()
         path = os.fspath(model)
         if path in SPECS:
             arguments.update(SPECS[path].engine)
@@ -342,6 +344,18 @@ def _prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # Standard output belongs to the caller: a benchmark prints its JSON there.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def _calm_llvmlite() -> None:
+    """Give llvmlite's library object an empty `__dict__`, once numba has loaded it.
+
+    vLLM's CPU platform reads `__dict__` of every object in every module when an engine starts; that
+    object answers any name with a C function, and the engine fails to start.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    functions = getattr(getattr(ffi, "lib", None), "_fntab", None)
+    if isinstance(functions, dict):
+        functions["__dict__"] = {}
 
 
 def _transfer_config(options: Mapping[str, Any]) -> Any:
