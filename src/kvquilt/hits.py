@@ -53,20 +53,21 @@ def valid_at(group: CacheGroup, present: Presence, ends: IntArray, local_tokens:
     """
     if ends.size == 0 or not group.cacheable or group.page_bytes == 0:
         return np.ones(ends.size, dtype=np.bool_)
-    num_blocks = num_probed_blocks(group, int(ends[-1]))
-    mask = np.zeros(num_blocks, dtype=np.bool_)
-    if isinstance(present, np.ndarray):
-        n = min(num_blocks, present.size)
-        mask[:n] = present[:n]
-    else:
-        index = np.fromiter(present, dtype=np.int64)
-        mask[index[(index >= 0) & (index < num_blocks)]] = True
-    mask[: local_tokens // group.tokens_per_block] = True
-    count = np.zeros(num_blocks + 1, dtype=np.int64)
-    np.cumsum(mask, out=count[1:])
     lo, hi = needed_blocks(group, ends)
     hi = hi + int(group.draft)
-    return np.asarray(count[hi] - count[lo] == hi - lo)
+    # Only blocks that one of the boundaries needs: callers ask about a few late ones of a long prompt.
+    base = int(np.min(lo))
+    mask = np.zeros(int(np.max(hi)) - base, dtype=np.bool_)
+    if isinstance(present, np.ndarray):
+        part = present[base : base + mask.size]
+        mask[: part.size] = part
+    else:
+        index = np.fromiter(present, dtype=np.int64) - base
+        mask[index[(index >= 0) & (index < mask.size)]] = True
+    mask[: max(0, local_tokens // group.tokens_per_block - base)] = True
+    count = np.zeros(mask.size + 1, dtype=np.int64)
+    np.cumsum(mask, out=count[1:])
+    return np.asarray(count[hi - base] - count[lo - base] == hi - lo)
 
 
 def longest_hit(

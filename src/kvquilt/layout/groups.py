@@ -7,7 +7,7 @@ expect) asks `needed_blocks`; nobody writes the rule again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,7 @@ Boundaries = int | NDArray[np.int64]
 
 def first_needed_token(group: CacheGroup, tokens: int) -> int:
     """First token whose KV is needed to resume after `tokens` tokens (DESIGN.md section 2)."""
-    return int(_first_needed(group, np.asarray(tokens, dtype=np.int64)))
+    return max(0, int(_first_needed(group, tokens)))
 
 
 @overload
@@ -108,27 +108,26 @@ def needed_blocks(group: CacheGroup, tokens: Boundaries) -> tuple[Boundaries, Bo
     block `hi`: it must be present (and is saved) but is not part of the range, since it is
     never restored. Groups that are not cacheable need nothing.
     """
-    boundary = np.asarray(tokens, dtype=np.int64)
-    if group.cacheable:
-        first = _first_needed(group, boundary)
-        hi = boundary // group.tokens_per_block
-        lo = np.minimum(np.maximum(first, 0) // group.tokens_per_block, hi)
-    else:
-        lo = hi = np.zeros_like(boundary)
-    if boundary.ndim == 0:
-        return int(lo), int(hi)
+    # A single boundary stays a Python integer: look-ups ask for one per group, and arrays cost more.
+    single = isinstance(tokens, int | np.integer)
+    boundary: Any = int(tokens) if single else np.asarray(tokens, dtype=np.int64)
+    least, most = (min, max) if single else (np.minimum, np.maximum)
+    if not group.cacheable:
+        return boundary * 0, boundary * 0
+    hi = boundary // group.tokens_per_block
+    lo = least(most(_first_needed(group, boundary), 0) // group.tokens_per_block, hi)
     return lo, hi
 
 
-def _first_needed(group: CacheGroup, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+def _first_needed(group: CacheGroup, tokens: Any) -> Any:
+    """First needed token at `tokens`, an integer or an array; below 0 stands for 0."""
     if group.kind == "full":
-        return np.zeros_like(tokens)
+        return tokens * 0
     if group.kind == "sliding":
-        retained = (group.window or 0) - 1 + group.extra_tokens
-        return np.asarray(np.maximum(0, tokens - retained))
+        return tokens - ((group.window or 0) - 1 + group.extra_tokens)
     if group.kind == "chunked":
         chunk = group.chunk or 1
-        return np.asarray(tokens // chunk * chunk)
+        return tokens // chunk * chunk
     if group.kind == "recurrent":
-        return np.asarray(np.maximum(0, tokens - group.tokens_per_block))
+        return tokens - group.tokens_per_block
     return tokens

@@ -50,6 +50,8 @@ _MIX_ALL = np.uint64(0xFF51AFD7ED558CCD)
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
+_STAGE = 64  # blocks whose cache misses overlap
+_STRETCH = 1024  # blocks probed before a prefix is checked for its first hole
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -200,27 +202,63 @@ def add_usable(s: Slots, first: int, last: int) -> None:
 
 
 @njit
+def _visible(s: Slots, group: int, hashes: U64, k: int, first: int, out: I64) -> None:
+    """Visible slots of out.size blocks from `first` on, -1 where there is none.
+
+    In stages without branches, so that the cache misses of many blocks overlap: all first index
+    entries, then all keys they point to, then the verdicts. What does not match at its home
+    (missing, or moved on by a collision) is looked up by itself.
+    """
+    table, keys, state, group_of = s.table, s.keys, s.state, s.group
+    mask = np.uint64(table.size - 1)
+    tags = np.empty(_STAGE, dtype=np.uint64)
+    homes = np.empty(_STAGE, dtype=np.int64)
+    for start in range(0, out.size, _STAGE):
+        size = min(_STAGE, out.size - start)
+        for i in range(size):
+            tags[i] = _tag(hashes, (first + start + i + 1) * k - 1, group)
+        for i in range(size):
+            entry = table[tags[i] & mask]
+            homes[i] = np.int64(entry & _LOW) - 1
+            tags[i] ^= entry >> _HALF
+        for i in range(size):
+            slot = max(homes[i], 0)
+            tags[i] |= keys[slot, 0] ^ hashes[(first + start + i + 1) * k - 1, 0]
+        for i in range(size):
+            row = (first + start + i + 1) * k - 1
+            slot = homes[i]
+            if not (
+                slot >= 0
+                and tags[i] == 0
+                and group_of[slot] == group
+                and keys[slot, 1] == hashes[row, 1]
+                and keys[slot, 2] == hashes[row, 2]
+                and keys[slot, 3] == hashes[row, 3]
+            ):
+                slot = _find(s, group, hashes, row)
+            out[start + i] = slot if slot >= 0 and state[slot] == RESIDENT else -1
+
+
+@njit
 def probe_prefix(s: Slots, group: int, hashes: U64, k: int, first: int, last: int, out: I64) -> int:
     """Visible slots of blocks first..last-1 into `out`, up to the first hole; how many."""
-    for block in range(first, last):
-        slot = _find(s, group, hashes, (block + 1) * k - 1)
-        if slot < 0 or s.state[slot] != RESIDENT:
-            return block - first
-        out[block - first] = slot
-    return last - first
+    for start in range(0, last - first, _STRETCH):
+        part = out[start : min(start + _STRETCH, last - first)]
+        _visible(s, group, hashes, k, first + start, part)
+        for i in range(part.size):
+            if part[i] < 0:
+                return start + i
+    return max(0, last - first)
 
 
 @njit
 def probe(s: Slots, group: int, hashes: U64, k: int, first: int, last: int, out: I64) -> int:
     """Visible slots of blocks first..last-1 into `out`, -1 where there is none; how many."""
+    part = out[: max(0, last - first)]
+    _visible(s, group, hashes, k, first, part)
     count = 0
-    for block in range(first, last):
-        slot = _find(s, group, hashes, (block + 1) * k - 1)
-        if slot >= 0 and s.state[slot] == RESIDENT:
-            out[block - first] = slot
-            count += 1
-        else:
-            out[block - first] = -1
+    for i in range(part.size):
+        count += part[i] >= 0
     return count
 
 
@@ -236,8 +274,10 @@ def states(s: Slots, group: int, hashes: U64, k: int, blocks: I64, out: U8) -> i
 
 
 @njit
-def touch_slots(s: Slots, slots: I64) -> None:
-    """Make these resident slots the newest, the last one of the array the oldest among them.
+def touch_slots(s: Slots, slots: I64, leased: int) -> None:
+    """Make these resident slots the newest, the last one of the array the oldest among them; -1 is none.
+
+    The first `leased` of them get one more lease each.
 
     Written out on local arrays: a call with the whole record per slot costs more than the move.
     """
@@ -245,6 +285,8 @@ def touch_slots(s: Slots, slots: I64) -> None:
     oldest, newest, clock = s.meta[OLDEST], s.meta[NEWEST], s.clock[0]
     for i in range(slots.size - 1, -1, -1):
         slot = slots[i]
+        if slot < 0:
+            continue
         stamp[slot] = clock
         clock += 1
         if slot == newest:
@@ -260,26 +302,16 @@ def touch_slots(s: Slots, slots: I64) -> None:
         newer[slot] = -1
         newest = slot
     s.meta[OLDEST], s.meta[NEWEST], s.clock[0] = oldest, newest, clock
+    for i in range(leased):
+        s.pins[slots[i]] += 1
 
 
 @njit
 def touch_blocks(s: Slots, group: int, hashes: U64, k: int, first: int, last: int) -> None:
     """`touch_slots` for those of blocks first..last-1 that are visible."""
     slots = np.empty(max(0, last - first), dtype=np.int64)
-    count = 0
-    for block in range(first, last):
-        slot = _find(s, group, hashes, (block + 1) * k - 1)
-        if slot >= 0 and s.state[slot] == RESIDENT:
-            slots[count] = slot
-            count += 1
-    touch_slots(s, slots[:count])
-
-
-@njit
-def pin(s: Slots, slots: I64) -> None:
-    """One more lease on each slot."""
-    for i in range(slots.size):
-        s.pins[slots[i]] += 1
+    _visible(s, group, hashes, k, first, slots)
+    touch_slots(s, slots, 0)
 
 
 @njit

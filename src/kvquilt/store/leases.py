@@ -63,9 +63,7 @@ class Leases:
                 self._set_deadline(lease)
 
     def take(self, owner: str, pages: tuple[PageRange, ...], held: tuple[tuple[Slots, IntArray], ...]) -> int:
-        """Pin `held` for a new lease; its id."""
-        for slots, which in held:
-            kernels.pin(slots, which)
+        """A new lease for slots that `kernels.touch_slots` has counted as leased; its id."""
         lease = Lease(owner, math.inf, pages, held)
         self._set_deadline(lease)
         lease_id = next(self._ids)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvquilt.hits import boundaries, joint_hit, num_probed_blocks, valid_at
+from kvquilt.hits import joint_hit, num_probed_blocks, valid_at
 from kvquilt.layout import CacheLayout, needed_blocks
 from kvquilt.store.chain import Chain
 from kvquilt.store.index import GroupIndex
@@ -37,6 +37,11 @@ class Part:
     first: int
     slots: IntArray
     peek: int
+
+    @property
+    def loaded(self) -> IntArray:
+        """The slots to load: without the peek block."""
+        return self.slots[: max(0, self.slots.size - self.peek)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,17 +97,17 @@ def _search(
     A stretch that holds a valid boundary decides both exactly: whatever would be longer, with
     or without some group, lies above that boundary and so inside the stretch.
     """
-    ends = boundaries(layout, reach + 1)
+    step = layout.lattice_tokens
     groups = [view.group for view in views]
     size = _FIRST_STRETCH
     while True:
-        stretch = ends[-size:]
+        stretch = np.arange(max(step, reach - (size - 1) * step), reach + 1, step, dtype=np.int64)
         verdicts = [
             valid_at(v.group, _presence(v, chain, stretch, local_tokens), stretch, local_tokens)
             for v in views
         ]
         hit = joint_hit(groups, verdicts, stretch)
-        if hit.tokens or size >= ends.size:
+        if hit.tokens or stretch[0] == step:
             return hit.tokens, hit.limited_by
         size *= 8
 

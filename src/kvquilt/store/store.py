@@ -22,7 +22,7 @@ from kvquilt.store.admission import Admission
 from kvquilt.store.arenas import build_arenas
 from kvquilt.store.chain import Chain
 from kvquilt.store.leases import Leases, PendingTicket, Tickets
-from kvquilt.store.lookup import Resolution, needed_range, resolve, resolve_at
+from kvquilt.store.lookup import Part, Resolution, needed_range, resolve, resolve_at
 from kvquilt.store.pool import Arena, Populate, Prefault, populate_extent
 from kvquilt.store.records import Audit, Found, PageRange, SlotPlanLike, StoreStats, Ticket, Want
 
@@ -278,18 +278,22 @@ class Store:
         """Touch what the boundary needs and lease what the engine lacks."""
         if found.tokens == 0:
             return Found(0, found.limited_by, None, ())
-        pages, held = [], []
-        # Dense groups last, as in `touch`.
-        for part in sorted(found.parts, key=lambda part: part.view.group.dense):
-            kernels.touch_slots(part.view.slots, part.slots)
-            part.view.touch(chain, part.lo, part.first)
-        for part in found.parts:
-            slots = part.slots[: max(0, part.slots.size - part.peek)]
-            if slots.size:
-                pages.append(PageRange(part.view.index, part.first, slots))
-                held.append((part.view.slots, slots))
-        lease_id = self._leases.take(owner, tuple(pages), tuple(held)) if pages else None
-        return Found(found.tokens, found.limited_by, lease_id, tuple(pages))
+        loaded = [part for part in found.parts if part.loaded.size]
+        pages = tuple(PageRange(part.view.index, part.first, part.loaded) for part in loaded)
+        held = tuple((part.view.slots, part.loaded) for part in loaded)
+        counted: list[Part] = []
+        try:
+            # Dense groups last, as in `touch`.
+            for part in sorted(found.parts, key=lambda part: part.view.group.dense):
+                kernels.touch_slots(part.view.slots, part.slots, part.loaded.size)
+                counted.append(part)
+                part.view.touch(chain, part.lo, part.first)
+            lease_id = self._leases.take(owner, pages, held) if pages else None
+        except BaseException:
+            for part in counted:
+                kernels.unpin(part.view.slots, part.loaded)
+            raise
+        return Found(found.tokens, found.limited_by, lease_id, pages)
 
     def _abort(self, ticket: PendingTicket) -> None:
         for part in ticket.reserved:

@@ -8,6 +8,8 @@ import pytest
 from kvquilt.errors import LeaseError, TicketError
 from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.store import Chain, Store
+from kvquilt.store.index import GroupIndex
+from kvquilt.store.leases import Leases
 from unit.store.store_support import (
     Clock,
     chain_of,
@@ -169,12 +171,21 @@ def test_19_a_page_that_one_rank_failed_to_write_serves_nobody(store: Store) -> 
     assert store.lookup("r", chain, 129).tokens == 96
 
 
-def test_20_a_look_up_that_fails_has_taken_nothing(store: Store) -> None:
+@pytest.mark.parametrize("failing", ["touch", "take"])
+def test_20_a_look_up_that_fails_in_its_last_step_has_taken_nothing(
+    store: Store, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
     chain = chain_of(store.layout, PROMPT)
     save_all(store, chain)
-    with pytest.raises(TypeError):
-        store.lookup("r", chain, "129")  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupIndex if failing == "touch" else Leases, failing, fail)
+        with pytest.raises(MemoryError):
+            store.lookup("r", chain, 129)
     assert leased(store) == [0, 0]
+    assert store.lookup("r", chain, 129).tokens == 128
 
 
 def test_24_leased_and_ticketed_slots_are_neither_freed_nor_hidden(store: Store) -> None:
