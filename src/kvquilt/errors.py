@@ -1,6 +1,7 @@
 """Errors of this package. Each also is the builtin that it resembles."""
 
 __all__ = [
+    "BenchError",
     "ConfigError",
     "KVQuiltError",
     "LayoutError",
@@ -42,3 +43,7 @@ class StoreCorruptError(KVQuiltError, RuntimeError):
 
 class TransferError(KVQuiltError, RuntimeError):
     """A copy between the engine's tensors and slots could not be done."""
+
+
+class BenchError(KVQuiltError, RuntimeError):
+    """A benchmark could not be carried out: an engine did not start or did not come to rest."""

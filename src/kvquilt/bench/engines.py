@@ -1,0 +1,98 @@
+"""Engines of a run: started for its workload, warmed up, brought to rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from kvquilt.bench.progress import BenchProgress
+from kvquilt.bench.setup import BenchSetup
+from kvquilt.errors import BenchError, KVQuiltError
+from kvquilt.testing.engine import Engine
+
+__all__ = ["empty_engine", "open_engine", "practise", "wait_for_memory"]
+
+IDLE_SECONDS = 120.0
+PREFAULT_SECONDS = 300.0
+_POLL_SECONDS = 0.01
+_BATCH_TOKENS = 2048
+
+
+@contextmanager
+def open_engine(
+    setup: BenchSetup,
+    progress: BenchProgress,
+    *,
+    connector: Mapping[str, Any] | None,
+    clock: Callable[[], float],
+) -> Iterator[Engine]:
+    """A running engine, warmed up and empty, whose pool keeps every prompt's prefix.
+
+    Raises BenchError if vLLM cannot start it; what kvquilt refuses is raised as it is.
+    """
+    kind = "without" if connector is None else "with"
+    with progress.stage(f"start an engine {kind} kvquilt"):
+        engine = _start(setup, connector, clock)
+    with engine:
+        with progress.stage("  warm it up"):
+            if engine.connector is not None:
+                wait_for_memory(engine.connector.scheduler_side.store)
+            practise(engine, setup)
+        yield engine
+
+
+def _start(setup: BenchSetup, connector: Mapping[str, Any] | None, clock: Callable[[], float]) -> Engine:
+    config = setup.config
+    try:
+        return Engine(
+            config.model,
+            connector=connector,
+            num_blocks=setup.pool_blocks,
+            kv_cache_memory_bytes=setup.pool_bytes,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.concurrency,
+            max_num_batched_tokens=max(_BATCH_TOKENS, config.concurrency),
+            seed=config.seed,
+            clock=clock,
+            use_tqdm_on_load=False,
+            **setup.model.engine,
+        )
+    except KVQuiltError:
+        raise
+    except Exception as error:
+        raise BenchError(f"the engine did not start with --model={config.model}: {error}") from error
+
+
+def empty_engine(engine: Engine, *, connector_too: bool = False) -> None:
+    """Step to idle and empty the engine's prefix cache. Raises BenchError if it does not empty."""
+    try:
+        engine.step_until_idle(IDLE_SECONDS)
+    except TimeoutError as error:
+        raise BenchError(f"the engine does not come to rest: {error}") from error
+    if engine.reset_prefix_cache(reset_connector=connector_too) is not True:
+        raise BenchError("the engine did not empty its prefix cache: blocks are still in use")
+
+
+def practise(engine: Engine, setup: BenchSetup) -> None:
+    """Run some other prompts cold and warm, so that no phase pays for compilers or first touches."""
+    prompts, config = setup.work.practice, setup.config
+    for _ in range(2):
+        for _ in range(2):
+            engine.run(prompts, max_tokens=config.output_tokens, concurrency=config.concurrency)
+        empty_engine(engine)
+    if engine.connector is not None:
+        empty_engine(engine, connector_too=True)
+
+
+def wait_for_memory(store: Any) -> None:
+    """Wait until all slots are usable: a phase must measure copies, not the page faults of a start.
+
+    Raises BenchError after `PREFAULT_SECONDS`.
+    """
+    end = time.monotonic() + PREFAULT_SECONDS
+    while any(group.usable_slots < group.slots for group in store.stats().groups):
+        if time.monotonic() > end:
+            raise BenchError(f"kvquilt's memory was not ready after {PREFAULT_SECONDS:.0f} s")
+        time.sleep(_POLL_SECONDS)

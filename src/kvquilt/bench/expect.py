@@ -1,0 +1,147 @@
+"""What a run must reach: hits by layout and retention, and the bytes that hold its working set.
+
+Pure logic over the layout, `wanted_blocks` and `longest_hit`: no engine, no measurement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvquilt.bench.config import BenchConfig
+from kvquilt.bench.workload import shared_tokens
+from kvquilt.config import Options
+from kvquilt.errors import ConfigError, SizingError
+from kvquilt.hits import longest_hit
+from kvquilt.layout import CacheGroup, CacheLayout
+from kvquilt.retention import checkpoint_range, prompt_boundaries, wanted_blocks
+from kvquilt.sizing import SlotPlan, plan_slots
+
+__all__ = ["Expectation", "default_ram_bytes", "expect", "holds", "kept_pages", "working_set"]
+
+BoolArray = NDArray[np.bool_]
+_MAX_BUDGET = 1 << 50
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Tokens over all prompts.
+
+    best_warm, best_branch: every whole lattice block that is shared and leaves a token to compute.
+    warm, branch: what the retention can serve if nothing is evicted.
+    holds_warm, holds_branch: the slots hold all that is saved up to the end of that phase.
+    """
+
+    best_warm: int
+    best_branch: int
+    warm: int
+    branch: int
+    holds_warm: bool
+    holds_branch: bool
+
+
+def kept_pages(layout: CacheLayout, config: BenchConfig, options: Options) -> dict[str, BoolArray]:
+    """Group name -> mask over the blocks of one sequence that are saved."""
+    # The last token is sampled but never computed.
+    written = config.prompt_tokens + config.output_tokens - 1
+    ends = prompt_boundaries(layout, config.prompt_tokens, slack=options.retain_slack)
+    end_tokens = None if options.retain_generated else config.prompt_tokens
+    checkpoint = written // layout.lattice_tokens * layout.lattice_tokens
+    masks: dict[str, BoolArray] = {}
+    for group in _stored(layout):
+        mask = wanted_blocks(
+            layout,
+            group,
+            0,
+            written // group.tokens_per_block,
+            retention=options.retention,
+            boundaries=ends,
+            end_tokens=end_tokens,
+        )
+        if not group.dense and options.retention == "prompt_end" and options.retain_generated:
+            low, high = checkpoint_range(group, checkpoint)
+            mask[low:high] = True
+        masks[group.name] = mask
+    return masks
+
+
+def working_set(
+    layout: CacheLayout, config: BenchConfig, options: Options, *, branches: bool
+) -> Counter[str]:
+    """Pages per group that are saved by all prompts, and with `branches` by their branches too."""
+    shared = shared_tokens(config.prompt_tokens)
+    pages: Counter[str] = Counter()
+    for name, mask in kept_pages(layout, config, options).items():
+        first = shared // layout.groups[layout.index(name)].tokens_per_block
+        pages[name] = config.requests * int(mask.sum() + (mask[first:].sum() if branches else 0))
+    return pages
+
+
+def holds(plan: SlotPlan, pages: Mapping[str, int]) -> bool:
+    """Whether slots for all of `pages` exist; rows of "shared_rows" serve any group."""
+    if plan.partition == "shared_rows":
+        return sum(plan.slots.values()) >= sum(pages.values())
+    return all(plan.slots[name] >= count for name, count in pages.items())
+
+
+def default_ram_bytes(layout: CacheLayout, config: BenchConfig) -> int:
+    """The least budget that holds the working set of all phases under the run's retention."""
+    options = config.parsed(_MAX_BUDGET)
+    pages = working_set(layout, config, options, branches=True)
+    low, high = 0, 1 << 20
+    while not _fits(layout, options, high, pages):
+        low, high = high, high * 2
+        if high > _MAX_BUDGET:
+            raise ConfigError(f"no budget up to {_MAX_BUDGET} bytes holds {sum(pages.values())} pages")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(layout, options, middle, pages) else (middle, high)
+    return high
+
+
+def expect(layout: CacheLayout, config: BenchConfig, plan: SlotPlan, options: Options) -> Expectation:
+    """What the warm and the branch phase must hit. Raises ConfigError if nothing can be hit."""
+    tokens = config.prompt_tokens
+    if not layout.max_boundary(tokens):
+        raise ConfigError(
+            f"--prompt-tokens={tokens}: hits end at multiples of {layout.lattice_tokens} tokens and leave "
+            f"one to compute, so nothing can be reused below {layout.lattice_tokens + 1}"
+        )
+    kept = kept_pages(layout, config, options)
+    shared = shared_tokens(tokens)
+    everything = {g.name: np.ones(len(kept[g.name]), dtype=np.bool_) for g in _stored(layout)}
+
+    def hit(masks: Mapping[str, BoolArray], end: int | None) -> int:
+        present = {g.name: masks[g.name][: _blocks(g, end)] for g in _stored(layout)}
+        return config.requests * longest_hit(layout, present, tokens).tokens
+
+    return Expectation(
+        best_warm=hit(everything, None),
+        best_branch=hit(everything, shared),
+        warm=hit(kept, None),
+        branch=hit(kept, shared),
+        holds_warm=holds(plan, working_set(layout, config, options, branches=False)),
+        holds_branch=holds(plan, working_set(layout, config, options, branches=True)),
+    )
+
+
+def _blocks(group: CacheGroup, end: int | None) -> int | None:
+    return None if end is None else end // group.tokens_per_block
+
+
+def _stored(layout: CacheLayout) -> list[CacheGroup]:
+    return [group for group in layout.cacheable_groups if group.page_bytes]
+
+
+def _fits(layout: CacheLayout, options: Options, budget: int, pages: Mapping[str, int]) -> bool:
+    try:
+        plan = plan_slots(
+            layout, budget, options.planned_checkpoint_interval, partition=options.group_partition
+        )
+    except SizingError:
+        return False
+    return holds(plan, pages)
