@@ -2,7 +2,7 @@
 
 One `Slots` record per arena, and per cacheable group a `GroupIndex`, which names keys of that
 group only: equal hashes in two groups are two keys, also where groups share an arena.
-Everything here is guarded by the store's lock. A slot costs 44-56 bytes for key and index
+Everything here is guarded by the store's lock. A slot costs 48-60 bytes for key and index
 (plus 32 per dense slot and finer checkpoint end inside its block) and 25 for recency, state and leases.
 """
 
