@@ -18,6 +18,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # The engine's threads spin between parallel regions otherwise, and starve the copy threads of
+    # a small machine. Read when torch is loaded.
+    "OMP_WAIT_POLICY": "passive",
     # Compiled kernels are kept between runs, in one place that `make clean` empties.
     "NUMBA_CACHE_DIR": str(ROOT / ".cache" / "numba"),
 }
