@@ -62,6 +62,8 @@ def test_without_a_writable_place_kernels_are_compiled_in_memory(monkeypatch: py
 
 def test_warm_up_leaves_no_kernel_to_compile() -> None:
     warm_up()
-    compiled = [f for f in vars(kernels).values() if isinstance(f, numba.core.dispatcher.Dispatcher)]
-    assert len(compiled) > 15
-    assert [f.__name__ for f in compiled if not f.signatures] == []
+    # Helpers have no machine code of their own where their caller's came from disk.
+    called = {name: f for name, f in vars(kernels).items() if isinstance(f, numba.core.dispatcher.Dispatcher)}
+    public = {name: f for name, f in called.items() if not name.startswith("_")}
+    assert len(public) > 12
+    assert [name for name, f in public.items() if not f.signatures] == []
