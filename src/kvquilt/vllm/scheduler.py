@@ -201,6 +201,9 @@ class SchedulerSide:
         if self._broken or self.loads.is_loading(request.request_id):
             written = 0
         self.saves.finish(state, written, block_ids)
+        if written:
+            # The window that a next turn resumes from outlives the windows before it.
+            self.store.touch(state.chain, min(written, len(state.chain) * self.layout.tokens_per_hash))
 
     def _state(self, request: Request) -> RequestState:
         state = self._states.get(request.request_id)
