@@ -1,0 +1,140 @@
+"""Engines in processes of their own, so that several can be measured in turns, pass by pass.
+
+Each process starts one engine and then does what it is told, one JSON line at a time; while it
+waits it uses no CPU. Turns of a second or two, in a changing order, let noise of the machine
+fall on all of them alike, which one engine after another would not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+VOCABULARY = (3, 2048)
+
+
+class EngineProcess:
+    """One engine elsewhere; a context manager. Raises RuntimeError if the process ends early.
+
+    model, connector: as `kvquilt.testing.engine.Engine` takes them; options: its other arguments.
+    """
+
+    def __init__(self, model: str, connector: Mapping[str, Any] | None, **options: Any) -> None:
+        reading, writing = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(writing,),
+            text=True,
+        )
+        os.close(writing)
+        self._answers = os.fdopen(reading)
+        self.ask("start", model=model, connector=connector, options=options)
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        """Have `command` done and return its answer."""
+        pipe = self._process.stdin
+        if pipe is None:
+            raise RuntimeError("the engine's process has no input")
+        pipe.write(json.dumps({"command": command, **arguments}) + "\n")
+        pipe.flush()
+        line = self._answers.readline()
+        if not line:
+            raise RuntimeError(f"the engine's process ended with status {self._process.wait()}; see its log")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()
+
+
+def make_prompts(count: int, tokens: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """`count` random prompts, and as many that keep the first two thirds and then differ."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(*VOCABULARY, (count, tokens))
+    branches = prompts.copy()
+    kept = 2 * tokens // 3
+    branches[:, kept:] = rng.integers(*VOCABULARY, (count, tokens - kept))
+    return prompts.tolist(), branches.tolist()
+
+
+class _Server:
+    """The process's side: holds the engine and answers commands."""
+
+    def __init__(self, model: str, connector: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
+        from kvquilt.testing.engine import Engine
+
+        self.engine = Engine(model, connector=connector, **options)
+        self.connector = connector
+
+    def run(self, *, count: int, tokens: int, seed: int, branch: bool, max_tokens: int) -> list[Any]:
+        """One request after another; then step until every save has ended."""
+        prompts = make_prompts(count, tokens, seed)[int(branch)]
+        results = self.engine.run(prompts, max_tokens=max_tokens, concurrency=1)
+        self.engine.step_until_idle()
+        return [
+            {
+                "ttft_ms": result.ttft_seconds * 1e3 if result.ttft_seconds is not None else None,
+                "local": result.local_hit_tokens,
+                "external": result.external_hit_tokens,
+                "tokens": list(result.tokens),
+                "logprobs": list(result.logprobs),
+            }
+            for result in results
+        ]
+
+    def reset(self, *, connector: bool) -> bool:
+        """Empty the engine's prefix cache, and with `connector` what lies outside, too."""
+        return self.engine.reset_prefix_cache(reset_connector=connector)
+
+    def held(self) -> dict[str, int]:
+        """Pages outside the engine, and the bytes of the slots or rows that they take."""
+        connector = self.engine.connector
+        if connector is None:
+            return {"pages": 0, "bytes": 0}
+        if hasattr(connector, "scheduler_side"):
+            groups = connector.scheduler_side.store.stats().groups
+            return {"pages": sum(g.pages for g in groups), "bytes": sum(g.bytes_used for g in groups)}
+        manager = connector.connector_scheduler.manager
+        rows = manager._num_allocated_chunks - len(manager._free_list)
+        return {"pages": rows, "bytes": rows * self.engine.worker_connector.connector_worker.worker.row_bytes}
+
+
+def _serve(answers: Any) -> None:
+    server: _Server | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        command = request.pop("command")
+        answer: Any = True
+        if command == "start":
+            server = _Server(**request)
+        else:
+            answer = getattr(server, command)(**request)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    if server is not None:
+        server.engine.close()
+
+
+if __name__ == "__main__":
+    with os.fdopen(int(sys.argv[1]), "w") as channel:
+        _serve(channel)
