@@ -23,6 +23,7 @@ from kvquilt.vllm.layout import engine_layout
 from kvquilt.vllm.lookups import LookupRecord
 from kvquilt.vllm.metadata import StepMetadata, StepPlan, WorkerMetadata, encode_plan
 from kvquilt.vllm.metrics import KVQuiltPromMetrics, KVQuiltStats
+from kvquilt.vllm.namespace import engine_namespace
 from kvquilt.vllm.scheduler import SchedulerSide
 from kvquilt.vllm.worker import WorkerSide
 
@@ -61,6 +62,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _share_engine_log()
         transfer = vllm_config.kv_transfer_config
         options = parse_options(transfer.kv_connector_extra_config)
         _check_engine(vllm_config)
@@ -74,11 +76,13 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
             # The scheduler reads it right after it has constructed us; a failed load must be
             # recomputed, not turned into a failed request.
             transfer.kv_load_failure_policy = "recompute"
+            namespace = engine_namespace(vllm_config, kv_cache_config, layout, salt=options.namespace_salt)
             self._scheduler_side = SchedulerSide(
                 options,
                 layout,
                 num_ranks=parallel.world_size,
                 engine_caches=bool(vllm_config.cache_config.enable_prefix_caching),
+                namespace=namespace,
             )
         else:
             self._worker_side = WorkerSide(
@@ -255,6 +259,15 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.close()
         if self._scheduler_side is not None:
             self._scheduler_side.close()
+
+
+def _share_engine_log() -> None:
+    """Log where the engine logs, at its level: its logger does not serve other packages."""
+    engine, ours = logging.getLogger("vllm"), logging.getLogger("kvquilt")
+    if not ours.handlers:
+        for handler in engine.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(engine.level)
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvquilt.config import Options
 from kvquilt.layout import CacheLayout
+from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.retention import prompt_boundaries
 from kvquilt.sizing import SlotPlan, plan_slots
 from kvquilt.store import Found, Store, check_memory, warm_up
@@ -39,7 +40,8 @@ class SchedulerSide:
     """Owns the store and the books of saves and loads. Used on the scheduler's thread only.
 
     engine_caches: the engine's own prefix caching is on, so a prefix that is being loaded for
-    one request will be a local hit of the next.
+    one request will be a local hit of the next. namespace: what the stored bytes belong to; in one
+    engine's memory it never changes, and the start line names it.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class SchedulerSide:
         *,
         num_ranks: int,
         engine_caches: bool = True,
+        namespace: NamespaceFactors | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
@@ -94,9 +97,12 @@ class SchedulerSide:
         self._evictions: dict[str, int] = {}
         self._failed_load_logged = False
         self._broken = False
+        self.namespace = namespace
         self.start_lines = start_lines(layout, self.plan)
         for line in self.start_lines:
             logger.info("kvquilt: %s", line)
+        if namespace is not None:
+            logger.info("kvquilt: namespace %s", namespace.digest().hex())
 
     # ---- look-up ----
 
