@@ -131,7 +131,7 @@ def test_closing_fails_what_has_not_begun(rig: Rig) -> None:
     assert (done.ok, rig.saved) == (False, [0, 0, 0, 0])
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     at=st.dictionaries(st.integers(0, 7), st.sampled_from(FAULTS)),
     rate=st.floats(0, 0.3),
