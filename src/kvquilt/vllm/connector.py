@@ -81,6 +81,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
                 options,
                 layout,
                 num_ranks=parallel.world_size,
+                tokens_per_step=vllm_config.scheduler_config.max_num_batched_tokens,
                 engine_caches=bool(vllm_config.cache_config.enable_prefix_caching),
                 namespace=namespace,
             )
@@ -162,11 +163,15 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded(lambda self, request, block_ids: (False, None))
+    @guarded(lambda self, request, block_ids: self._drop(request))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler_side.finished(request, block_ids)
+        return False, None
+
+    def _drop(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler_side.drop(request)
         return False, None
 
     @guarded(lambda self: False)
@@ -200,7 +205,8 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
     def _take_plan(self, metadata: KVConnectorMetadata) -> None:
         if isinstance(metadata, StepMetadata) and metadata is not self._last_metadata:
             self._last_metadata = metadata
-            self.worker_side.before_forward(metadata.payload)
+            plan = self.worker_side.take_plan(metadata.payload)
+            self.worker_side.before_forward(plan)
 
     @guarded(lambda self, context, **kwargs: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -218,10 +224,16 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker_side.start_saves()
 
-    @guarded(lambda self, finished: KVConnectorTransferResults())
+    @guarded(lambda self, finished: self._results())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self.worker_side.poll()
-        finished, failed = self.worker_side.take_told()
+        return self._results()
+
+    def _results(self) -> KVConnectorTransferResults:
+        try:
+            finished, failed = self.worker_side.take_told()
+        except Exception:  # noqa: BLE001 - kept for the next step
+            return KVConnectorTransferResults()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

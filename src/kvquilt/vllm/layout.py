@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -21,6 +25,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["engine_layout", "layer_page_bytes"]
+
+# For names alone, so that a group that is refused has the name that `kvquilt plan` gives it.
+_KINDS: dict[type[KVCacheSpec], str] = {
+    FullAttentionSpec: "full",
+    MLAAttentionSpec: "full",
+    SlidingWindowSpec: "sliding",
+    SlidingWindowMLASpec: "sliding",
+    ChunkedLocalAttentionSpec: "chunked",
+    MambaSpec: "recurrent",
+}
 
 
 def engine_layout(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> CacheLayout:
@@ -51,12 +65,7 @@ def _content_bytes(spec: KVCacheSpec) -> int:
 
 
 def _kind(spec: KVCacheSpec) -> str:
-    # Exact types: a subclass may free, share or replay blocks by other rules.
-    if type(spec) is FullAttentionSpec:
-        return "full"
-    if type(spec) is SlidingWindowSpec:
-        return "sliding"
-    return type(spec).__name__
+    return _KINDS.get(type(spec), type(spec).__name__)
 
 
 def _cache_group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
@@ -65,6 +74,7 @@ def _cache_group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
         raise LayoutError(f"cache group {name!r}: the engine does not let connectors transfer it")
     page_bytes = sum(layer_page_bytes(group).values())
     layers = tuple(group.layer_names)
+    # Exact types: a subclass may free, share or replay blocks by other rules.
     if type(spec) is FullAttentionSpec:
         return CacheGroup(
             name, kind="full", tokens_per_block=spec.block_size, page_bytes=page_bytes, layers=layers

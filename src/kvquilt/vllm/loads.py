@@ -94,9 +94,16 @@ class LoadBook:
         return request_id in self._untold
 
     def brings(self, chain: Chain, tokens: int) -> bool:
-        """Is a prefix of this chain, no longer than `tokens`, being loaded for another request?"""
+        """Is a prefix of this chain, no longer than `tokens`, being loaded for another request?
+
+        A load that has outlived its time is not waited for.
+        """
+        since = self._clock() - 2 * self._timeout
         return any(
-            not load.cancelled and 0 < load.tokens <= tokens and load.key == chain.hash_at(load.tokens)
+            not load.cancelled
+            and load.started > since
+            and 0 < load.tokens <= tokens
+            and load.key == chain.hash_at(load.tokens)
             for load in self._untold.values()
         )
 
@@ -124,7 +131,10 @@ class LoadBook:
             keys = b"".join(
                 state.chain.keys(int(g))[int(b)].tobytes() for g, b in zip(groups, blocks, strict=True)
             )
-        self._add(state, found, local_tokens, CopyList.of(groups, ids, slots, keys), ids, groups)
+        try:
+            self._add(state, found, local_tokens, CopyList.of(groups, ids, slots, keys), ids, groups)
+        except Exception as error:  # noqa: BLE001 - the same
+            self._doom(state, found, str(error))
 
     def doom(self, state: RequestState, why: str) -> None:
         """Report the request's load failed at the next step; for a load that never started."""
@@ -234,7 +244,7 @@ class LoadBook:
         groups: NDArray[np.integer],
     ) -> _Load:
         pinned: list[int] = ids.tolist()
-        if self._pins is not None:
+        if pinned and self._pins is not None:
             self._pins.pin(pinned)
         tokens = found.tokens if found is not None else 0
         load = _Load(

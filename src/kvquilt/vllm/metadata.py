@@ -87,12 +87,14 @@ class StepPlan(msgspec.Struct, frozen=True):
     """What the workers do in one engine step.
 
     attach_path: where to fetch the pools' file descriptors; empty once all ranks have.
+    idle: the engine computes nothing in this step.
     flush: save jobs whose sources are no longer pinned: end them before the forward pass.
     cancel: load jobs to report failed, unless they have been reported. refail: load jobs to
     report failed although every rank has reported them done.
     """
 
     attach_path: str = ""
+    idle: bool = False
     saves: tuple[SaveJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     flush: tuple[int, ...] = ()

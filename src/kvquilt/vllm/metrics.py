@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -127,6 +128,11 @@ class Meter:
         return stats
 
 
+# What this process has registered. An engine that starts replaces what an earlier one left, as vLLM
+# does with its own metrics; without that the second engine of a process would not start.
+_registered: list[Any] = []
+
+
 class KVQuiltPromMetrics(KVConnectorPromMetrics):
     """METRICS as Prometheus metrics named kvquilt_*, labelled by engine."""
 
@@ -138,15 +144,20 @@ class KVQuiltPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        while _registered:
+            with contextlib.suppress(KeyError):  # not there: wrapped metrics, or unregistered by others
+                REGISTRY.unregister(_registered.pop())
         self._metrics = {name: self._make(name, metric) for name, metric in METRICS.items()}
 
     def _make(self, name: str, metric: Metric) -> Any:
         classes = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}
         extra: dict[str, Any] = {"buckets": _SECONDS} if metric.kind is Histogram else {}
         labels = self._labelnames + ([metric.label] if metric.label else [])
-        return classes[metric.kind](
+        made = classes[metric.kind](
             name=f"kvquilt_{name}", documentation=metric.text, labelnames=labels, **extra
         )
+        _registered.append(made)
+        return made
 
     def _of(self, name: str, label: str, engine_idx: int) -> Any:
         values = list(self.per_engine_labelvalues[engine_idx])

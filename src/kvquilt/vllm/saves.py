@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvquilt.config import Options
+from kvquilt.errors import KVQuiltError
 from kvquilt.layout import CacheLayout
 from kvquilt.retention import checkpoint_range, wanted_blocks
 from kvquilt.store import Store, Want
@@ -117,8 +119,10 @@ class SaveBook:
             candidates.append(
                 _Candidate(state, group, blocks, np.asarray(block_ids[: blocks.size], np.int64), blocks.size)
             )
-        self._reserve(candidates, freed_next=True, pins_to_come=pins_to_come)
-        self.drop_checkpoint(state)
+        try:
+            self._reserve(candidates, freed_next=True, pins_to_come=pins_to_come)
+        finally:
+            self.drop_checkpoint(state)
 
     def drop_checkpoint(self, state: RequestState) -> None:
         """Return the pins on a request's newest window."""
@@ -159,7 +163,12 @@ class SaveBook:
             self._store.abort(job.ticket_id, self._owner)
             self._meter.count("saves_failed")
             return
-        self._store.commit(job.ticket_id, self._owner)
+        try:
+            self._store.commit(job.ticket_id, self._owner)
+        except Exception:
+            with contextlib.suppress(KVQuiltError):
+                self._store.abort(job.ticket_id, self._owner)
+            raise
         self._meter.sample("save_seconds", self._clock() - job.started)
         for index in np.flatnonzero(job.pages_of_group):
             group, pages = self._layout.groups[index], int(job.pages_of_group[index])
@@ -210,7 +219,7 @@ class SaveBook:
                 boundaries=state.boundaries,
                 end_tokens=end,
             )
-            retried = np.asarray(state.retry[index], dtype=np.int64)
+            retried = np.asarray([i for i in state.retry[index] if i < last], dtype=np.int64)
             blocks = np.concatenate([retried, fresh[wanted]])
             block_ids = np.asarray([table[index][i] for i in blocks], dtype=np.int64)
             held = block_ids != 0  # the null block is dropped together with its key
@@ -270,8 +279,12 @@ class SaveBook:
         self, ticket_id: int, groups: NDArray[np.int32], ids: IntArray, slots: IntArray, keys: bytes
     ) -> None:
         pinned: list[int] = ids.tolist()
-        if self._pins is not None:
-            self._pins.pin(pinned)
+        try:
+            if self._pins is not None:
+                self._pins.pin(pinned)
+        except Exception:
+            self._store.abort(ticket_id, self._owner)
+            raise
         job = _Job(
             job_id=self._next_job,
             ticket_id=ticket_id,
@@ -313,8 +326,7 @@ class SaveBook:
         if self._pins is None or self._overhang + overhang > self._pins.cap:
             self._meter.count("saves_skipped", sum(len(ids) for _, _, ids in pins), "pin_cap")
             return
-        for _, _, block_ids in pins:
-            self._pins.pin(block_ids)
+        self._pins.pin([i for _, _, block_ids in pins for i in block_ids])
         self._overhang += overhang
         state.checkpoint, state.checkpoint_pins = boundary, pins
 

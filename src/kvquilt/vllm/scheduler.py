@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class SchedulerSide:
     """Owns the store and the books of saves and loads. Used on the scheduler's thread only.
 
-    engine_caches: the engine's own prefix caching is on, so a prefix that is being loaded for
+    tokens_per_step: the most tokens that the engine computes in one step. engine_caches: the engine's own prefix caching is on, so a prefix that is being loaded for
     one request will be a local hit of the next. namespace: what the stored bytes belong to; in one
     engine's memory it never changes, and the start line names it.
     """
@@ -50,6 +50,7 @@ class SchedulerSide:
         layout: CacheLayout,
         *,
         num_ranks: int,
+        tokens_per_step: int = 0,
         engine_caches: bool = True,
         namespace: NamespaceFactors | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -91,6 +92,7 @@ class SchedulerSide:
             clock=clock,
         )
         self.pins: PinBook | None = None
+        self._tokens_per_step = tokens_per_step
         self._engine_caches = engine_caches
         self._states: dict[str, RequestState] = {}
         self._attached: set[int] = set()
@@ -108,7 +110,8 @@ class SchedulerSide:
 
     def bind(self, manager: KVCacheManager) -> None:
         """Learn of the engine's cache manager, and let its resets see our pins first."""
-        self.pins = PinBook(manager.block_pool)
+        blocks_per_step = sum(-(-self._tokens_per_step // g.tokens_per_block) for g in self.layout.groups)
+        self.pins = PinBook(manager.block_pool, blocks_per_step)
         self.saves.bind(self.pins)
         self.loads.bind(self.pins)
         engine_reset = manager.reset_prefix_cache
@@ -194,8 +197,10 @@ class SchedulerSide:
 
     def doom(self, request: Request, external_tokens: int) -> None:
         """`allocated` failed: the engine waits for a load that will never come, so fail it."""
+        state = self._state(request)
+        state.restart()  # its block tables are new, whatever failed
         if external_tokens:
-            self.loads.doom(self._state(request), "the load could not be planned")
+            self.loads.doom(state, "the load could not be planned")
 
     def finished(self, request: Request, block_ids: BlockTables) -> None:
         """Finish or abort: save what is left, forget the rest."""
@@ -210,6 +215,13 @@ class SchedulerSide:
         if written:
             # The window that a next turn resumes from outlives the windows before it.
             self.store.touch(state.chain, min(written, len(state.chain) * self.layout.tokens_per_hash))
+
+    def drop(self, request: Request) -> None:
+        """`finished` failed: give back what the request held, and save nothing."""
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            self.saves.drop_checkpoint(state)
+            self._forget(state)
 
     def _state(self, request: Request) -> RequestState:
         state = self._states.get(request.request_id)
@@ -232,16 +244,18 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._states:
                 self.saves.drop_checkpoint(self._states[request_id])
+                self._states[request_id].restart()
         if not self._broken:
             self.saves.plan(self._scheduled(output))
-        return self.encode_step()
+        return self.encode_step(idle=not output.num_scheduled_tokens)
 
-    def encode_step(self) -> bytes:
-        """Encode what is waiting to be sent."""
+    def encode_step(self, *, idle: bool = False) -> bytes:
+        """Encode what is waiting to be sent. idle: the engine computes nothing in this step."""
         cancel, refail = self.loads.take_cancels()
         return encode_plan(
             StepPlan(
                 attach_path=self._server.path if self._server is not None else "",
+                idle=idle,
                 saves=self.saves.take_messages(),
                 loads=self.loads.take_messages(),
                 flush=self.saves.take_flush(),
@@ -270,6 +284,7 @@ class SchedulerSide:
     def on_output(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report; runs before the engine sees finished loads."""
         meta = output.kv_connector_worker_meta
+        errors: list[Exception] = []
         for report in decode_reports(getattr(meta, "payload", b"")):
             if report.attached:
                 self._attach(report.rank)
@@ -278,10 +293,12 @@ class SchedulerSide:
                 self._broken = True
             for job_id in report.timed_out:
                 self.loads.on_timeout(job_id)
-            for end in report.saves:
-                self.saves.on_end(report.rank, end)
-            for end in report.loads:
-                self.loads.on_end(report.rank, end)
+            for book, ends in ((self.saves, report.saves), (self.loads, report.loads)):
+                for end in ends:
+                    try:
+                        book.on_end(report.rank, end)
+                    except Exception as error:  # noqa: BLE001 - the ends of other jobs must not be lost
+                        errors.append(error)
         self.loads.filter_output(output)
         if output.failed_recving and not self._failed_load_logged:
             self._failed_load_logged = True
@@ -290,6 +307,8 @@ class SchedulerSide:
                 "is 'recompute': kvquilt sets that by itself, but under MultiConnector it has to be set "
                 "beside the list of connectors"
             )
+        if errors:
+            raise errors[0]
 
     def _attach(self, rank: int) -> None:
         self._attached.add(rank)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -38,6 +38,8 @@ __all__ = ["PageObserver", "WorkerSide"]
 
 logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 2.0
+LINGER_SECONDS = 0.001
+"""In a step that computes nothing the engine sleeps about as long itself."""
 _REMEMBERED = 4096
 
 
@@ -87,7 +89,11 @@ class WorkerSide:
         self._factory = copier_factory
         self.copier: Copier | None = None
         self.observer: PageObserver | None = None
-        self._plan = StepPlan()
+        self._plans: deque[StepPlan] = deque()
+        self._new_saves: deque[SaveJob] = deque()
+        self._new_loads: deque[LoadJob] = deque()
+        self._spoiled: set[int] = set()
+        self._idle = False
         self._attaching: threading.Thread | None = None
         self._arenas: list[ArenaView] | None = None
         self._attached = False
@@ -158,50 +164,61 @@ class WorkerSide:
 
     # ---- one engine step ----
 
-    def before_forward(self, payload: bytes) -> None:
-        """Take this step's plan; end the saves whose sources this step may overwrite."""
-        self._plan = decode_plan(payload)
-        self._attach(self._plan.attach_path)
-        deadline = self._clock() + FLUSH_SECONDS
-        for job_id in self._plan.flush:
-            if job_id in self._saves and not self._flushed(job_id, deadline):
-                del self._saves[job_id]
-                # The copy may still read; what it read is withdrawn by failing the job.
-                self._ended_saves.append(JobEnd(job_id, ok=False, error="its blocks were given away"))
+    def take_plan(self, payload: bytes) -> StepPlan:
+        """Remember what a step is to do. Saves to be flushed count as spoiled until they are."""
+        plan = decode_plan(payload)
+        # Queues: what a failing step leaves undone, the next one does.
+        self._plans.append(plan)
+        self._new_loads += plan.loads
+        self._new_saves += plan.saves
+        self._spoiled.update(plan.flush)
+        self._idle = plan.idle
+        return plan
+
+    def before_forward(self, plan: StepPlan) -> None:
+        """End the saves whose sources this step may overwrite."""
+        self._attach(plan.attach_path)
+        deadline = time.monotonic() + FLUSH_SECONDS
+        for job_id in plan.flush:
+            if self._flushed(job_id, deadline):
+                self._spoiled.discard(job_id)
 
     def _flushed(self, job_id: int, deadline: float) -> bool:
-        if self.copier is None or any(
-            job.job_id == job_id for job in self._waiting if isinstance(job, SaveJob)
-        ):
+        """Has the copy ended, so that its sources may be overwritten? If not, it goes on, its slots
+        stay reserved until it ends, and then the job fails."""
+        job = self._saves.get(job_id)
+        if job is None:  # not submitted yet, or reported already
+            return all(new.job_id != job_id for new in self._new_saves)
+        if self.copier is None or job in self._waiting:
             return False
-        return self.copier.wait(_save_id(job_id), max(0.0, deadline - self._clock()))
+        return self.copier.wait(_save_id(job_id), max(0.0, deadline - time.monotonic()))
 
     def start_loads(self) -> None:
         """Submit this step's loads, and cancel what a reset has overtaken."""
-        plan, self._plan = self._plan, StepPlan(saves=self._plan.saves)
-        for job in plan.loads:
+        while self._new_loads:
+            job = self._new_loads.popleft()
             self._loads[job.job_id] = _Load(job, self._clock() + job.timeout_seconds)
             if job.doomed:
                 self._tell(self._loads[job.job_id], failed=True)
                 self._end_load(JobEnd(job.job_id, ok=False, error="doomed"))
             else:
                 self._submit(job)
-        for job_id in plan.cancel:
-            if job_id in self._loads:
-                self._loads[job_id].cancelled = True
-        for job_id, request_id in plan.refail:
-            if not self._reported.get(job_id, True):
-                self._reported[job_id] = True
-                self._finished.add(request_id)
-                self._failed.add(request_id)
+        while self._plans:
+            plan = self._plans.popleft()
+            for job_id in plan.cancel:
+                if job_id in self._loads:
+                    self._loads[job_id].cancelled = True
+            for job_id, request_id in plan.refail:
+                if not self._reported.get(job_id, True):
+                    self._reported[job_id] = True
+                    self._finished.add(request_id)
+                    self._failed.add(request_id)
 
     def start_saves(self) -> None:
         """Submit this step's saves; the forward pass that writes their sources has been submitted."""
-        plan, self._plan = self._plan, StepPlan()
-        for job in plan.saves:
+        while self._new_saves:
+            job = self._new_saves.popleft()
             self._saves[job.job_id] = job
-            if self.observer is not None:
-                self.observer.saved(job.pages)
             self._submit(job)
 
     def _submit(self, job: SaveJob | LoadJob) -> None:
@@ -209,22 +226,48 @@ class WorkerSide:
             self._end(job, ok=False, error=self._error)
         elif not self._attached:
             self._waiting.append(job)
-        elif self.copier is not None:
-            if isinstance(job, SaveJob):
-                self.copier.save(_save_id(job.job_id), job.pages.copies())
-            else:
-                self.copier.load(_load_id(job.job_id), job.pages.copies())
+        else:
+            try:
+                self._copy(job)
+            except Exception as error:  # noqa: BLE001 - told to the scheduler side: no job is ever lost
+                self._end(job, ok=False, error=f"the copy could not be started: {error}")
+
+    def _copy(self, job: SaveJob | LoadJob) -> None:
+        if self.copier is None:
+            raise KVQuiltError("the engine has not registered its KV caches")
+        if isinstance(job, SaveJob):
+            if self.observer is not None:
+                self.observer.saved(job.pages)
+            self.copier.save(_save_id(job.job_id), job.pages.copies())
+        else:
+            self.copier.load(_load_id(job.job_id), job.pages.copies())
 
     def poll(self) -> None:
         """Collect copies that have ended, and time out loads that take too long."""
-        self._finish_attaching()
-        for done in self.copier.poll() if self.copier is not None else ():
-            self._on_completion(done)
-        now = self._clock()
-        for load in self._loads.values():
-            if not load.told and now >= load.deadline:
-                self._timed_out.append(load.job.job_id)
-                self._tell(load, failed=True)
+        try:
+            self._finish_attaching()
+            self._linger()
+            for done in self.copier.poll() if self.copier is not None else ():
+                self._on_completion(done)
+        finally:
+            now = self._clock()
+            for load in self._loads.values():
+                if not load.told and now >= load.deadline:
+                    self._timed_out.append(load.job.job_id)
+                    self._tell(load, failed=True)
+
+    def _linger(self) -> None:
+        """Give loads a moment in a step without work: a load that ends in the step that began it
+        saves its request a whole step."""
+        if not self._idle or self.copier is None:
+            return
+        end = time.monotonic() + LINGER_SECONDS
+        for job_id, load in self._loads.items():
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            if not load.told:
+                self.copier.wait(_load_id(job_id), left)
 
     def _on_completion(self, done: Completion) -> None:
         job_id, is_load = divmod(done.job_id, 2)
@@ -242,8 +285,12 @@ class WorkerSide:
             self._end_load(end)
 
     def _end_save(self, end: JobEnd) -> None:
-        if self._saves.pop(end.job_id, None) is not None:
-            self._ended_saves.append(end)
+        if self._saves.pop(end.job_id, None) is None:
+            return
+        if end.job_id in self._spoiled:
+            self._spoiled.discard(end.job_id)
+            end = JobEnd(end.job_id, ok=False, seconds=end.seconds, error="its blocks were given away")
+        self._ended_saves.append(end)
 
     def _end_load(self, end: JobEnd) -> None:
         load = self._loads.pop(end.job_id)
