@@ -39,9 +39,11 @@ logger = logging.getLogger(__name__)
 class SchedulerSide:
     """Owns the store and the books of saves and loads. Used on the scheduler's thread only.
 
-    tokens_per_step: the most tokens that the engine computes in one step. engine_caches: the engine's own prefix caching is on, so a prefix that is being loaded for
-    one request will be a local hit of the next. namespace: what the stored bytes belong to; in one
-    engine's memory it never changes, and the start line names it.
+    tokens_per_step: the most tokens that the engine computes in one step.
+    engine_caches: the engine's own prefix caching is on, so a prefix that is being loaded for one
+    request will be a local hit of the next.
+    namespace: what the stored bytes belong to; in one engine's memory it never changes, and the
+    start line names it.
     """
 
     def __init__(
