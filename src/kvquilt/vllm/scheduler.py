@@ -101,6 +101,7 @@ class SchedulerSide:
         self._evictions: dict[str, int] = {}
         self._failed_load_logged = False
         self._broken = False
+        self._started = clock()
         self.namespace = namespace
         self.start_lines = start_lines(layout, self.plan)
         for line in self.start_lines:
@@ -293,6 +294,7 @@ class SchedulerSide:
             if report.error:
                 logger.error("kvquilt: switched off, rank %d: %s", report.rank, report.error)
                 self._broken = True
+                self._close_server()
             for job_id in report.timed_out:
                 self.loads.on_timeout(job_id)
             for book, ends in ((self.saves, report.saves), (self.loads, report.loads)):
@@ -314,18 +316,26 @@ class SchedulerSide:
 
     def _attach(self, rank: int) -> None:
         self._attached.add(rank)
-        if len(self._attached) == self.num_ranks and self._server is not None:
-            self._server.close()
-            self._server = None
+        if len(self._attached) == self.num_ranks:
+            self._close_server()
+
+    def _close_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     # ---- the engine's questions ----
 
     def has_push_work(self) -> bool:
-        """Keep the engine stepping: copies are out whose end nobody would hear of otherwise.
+        """Keep the engine stepping: copies are out whose end nobody would hear of otherwise, or
+        ranks have not attached, which they do in a step: so the first request finds them ready,
+        and the socket is gone before anything could kill this process.
 
         A rank that stays silent for twice the load time-out is no longer waited for.
         """
         since = self.clock() - 2 * self.options.load_timeout_seconds
+        if self._server is not None and self._started > since:
+            return True
         return bool(self.saves.under_way(newer_than=since) or self.loads.under_way(newer_than=since))
 
     def has_block_frees(self) -> bool:
@@ -374,9 +384,7 @@ class SchedulerSide:
         self._states.clear()
         self.saves.close()
         self.loads.close()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._close_server()
         self.store.close()
 
 
