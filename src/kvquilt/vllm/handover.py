@@ -7,6 +7,7 @@ have attached, so a SIGKILL later leaves nothing behind. Data never crosses the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import mmap
 import os
@@ -93,7 +94,7 @@ class PoolServer:
 
 def layout_fingerprint(layout: CacheLayout) -> str:
     """Digest of the groups that both sides must agree on before a byte is copied."""
-    facts = [(g.name, g.kind, g.tokens_per_block, g.page_bytes, g.window, g.layers) for g in layout.groups]
+    facts = [dataclasses.asdict(group) for group in layout.groups]
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([layout.tokens_per_hash, facts]))
 
 
