@@ -1,0 +1,112 @@
+"""`vllm serve` with the one JSON option, as users run it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine.processes import Child, left_behind, wait_until
+from engine.rig import SOME, VOCABULARY, Keeper
+from kvquilt.testing import make_model, model_spec
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TRANSFER = {
+    "kv_connector": "KVQuiltConnector",
+    "kv_connector_module_path": "kvquilt.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"ram_bytes": "32MiB"},
+}
+
+
+def model_with_words(folder: Path) -> Path:
+    """The tiny model with a tokenizer of one word per token, which the server wants."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(make_model("gemma4-mini"), folder)
+    words = {f"t{i}": i for i in range(VOCABULARY[1])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="t0", eos_token="t1", bos_token="t2", unk_token="t0"
+    ).save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return str(reply.read().decode())
+
+
+def answers(url: str) -> bool:
+    try:
+        ask(f"{url}/health")
+    except (urllib.error.URLError, ConnectionError):
+        return False
+    return True
+
+
+def metric(text: str, name: str) -> float:
+    """Sum over the labels of one metric."""
+    rows = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, rows))
+
+
+def test_second_request_hits_and_nothing_is_left(keeper: Keeper, tmp_path: Path) -> None:
+    keeper.close()
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [
+        *(str(Path(sys.executable).parent / "vllm"), "serve", str(model_with_words(tmp_path / "model"))),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
+        *("--dtype", "float32", "--block-size", "32", "--max-model-len", "512", "--enforce-eager"),
+        *("--num-gpu-blocks-override", "200", "--kv-cache-memory-bytes", str(64 << 20)),
+        *("--kv-transfer-config", json.dumps(TRANSFER)),
+    ]
+    with Child(command, temporary, {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        wait_until(lambda: answers(url) or server.process.poll() is not None, "the server does not start")
+        assert server.process.poll() is None, server.log[-8000:]
+        wait_until(lambda: not list(temporary.glob("kvquilt*")), "the socket is there before any request")
+        body = {"model": "tiny", "prompt": SOME[0], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        first = json.loads(ask(f"{url}/v1/completions", body))
+        ask(f"{url}/reset_prefix_cache", {})
+        second = json.loads(ask(f"{url}/v1/completions", body))
+        text = ask(f"{url}/metrics")
+        boundary = model_spec("gemma4-mini").layout.max_boundary(len(SOME[0]))
+        assert metric(text, "vllm:external_prefix_cache_hits_total") == boundary
+        assert metric(text, "kvquilt_hit_tokens_total") == boundary
+        assert metric(text, "kvquilt_saved_pages_total") > 0
+        assert metric(text, "kvquilt_loaded_pages_total") > 0
+        assert metric(text, "kvquilt_load_failures_total") == metric(text, "kvquilt_hook_errors_total") == 0
+        assert metric(text, "kvquilt_load_seconds_count") == 1
+        assert metric(text, "kvquilt_leases") == metric(text, "kvquilt_tickets") == 0
+        assert second["choices"][0]["text"] == first["choices"][0]["text"] != ""
+        for group in model_spec("gemma4-mini").layout.groups:
+            assert f"group {group.name}:" in server.log, "one line per group at start"
+        server.process.send_signal(signal.SIGTERM)
+        server.wait()
+        wait_until(lambda: not server.members(), "processes are left after SIGTERM")
+        assert left_behind([server], temporary) == []
+        assert "Traceback" not in server.log, server.log[-8000:]
