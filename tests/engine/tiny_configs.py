@@ -22,6 +22,7 @@ class TinyModel:
 
     config: its config.json. dtype, block_size: as the options of the engine and of `kvquilt plan`.
     groups: kind, layers and tokens per block of each cache group, in order.
+    generates: False if the engine starts it here but has no kernels for it.
     refused: kind of the first group that is not served, and the engine's word for it.
     """
 
@@ -29,6 +30,7 @@ class TinyModel:
     groups: tuple[tuple[str, int, int], ...] = ()
     block_size: int | None = 32
     dtype: str = "float32"
+    generates: bool = True
     refused: tuple[str, str] = ("", "")
 
 
@@ -143,6 +145,37 @@ def _gpt_oss() -> dict[str, Any]:
             "original_max_position_embeddings": 2048,
             "truncate": False,
         },
+    )
+
+
+def _mimo_v2() -> dict[str, Any]:
+    """V narrower than K, and more KV heads in the layers that slide."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return _windowed(
+        "MiMoV2Flash",
+        "mimo_v2_flash",
+        [_F, _S, _S],
+        hybrid_layer_pattern=[0, 1, 1],
+        head_dim=64,
+        v_head_dim=32,
+        swa_head_dim=64,
+        swa_v_head_dim=32,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=4,
+        sliding_window_size=64,
+        attention_bias=False,
+        attention_value_scale=0.707,
+        add_full_attention_sink_bias=False,
+        add_swa_attention_sink_bias=False,
+        layernorm_epsilon=1e-5,
+        rope_parameters={_S: rope, _F: rope},
+        rope_theta=10000.0,
+        swa_rope_theta=10000.0,
+        partial_rotary_factor=0.5,
+        moe_layer_freq=[0, 0, 0],
+        n_routed_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
     )
 
 
@@ -326,6 +359,7 @@ SERVED: dict[str, TinyModel] = {
         (*(("sliding", 1, 128),) * 3, ("full", 1, 128)),
         block_size=None,
     ),
+    "mimo-v2": TinyModel(_mimo_v2(), (("full", 1, 64), *(("sliding", 1, 32),) * 2), generates=False),
     "llama": TinyModel(_config("Llama", "llama", 2), (("full", 2, 32),)),
     "qwen3": TinyModel(
         _config("Qwen3", "qwen3", 2, head_dim=32), (("full", 2, 128),), block_size=None, dtype="auto"
