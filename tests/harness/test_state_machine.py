@@ -1,0 +1,327 @@
+"""The engine's scheduler with the real connector does anything, in any order, with anything failing.
+
+After every step the store's books balance and every pin is a reference that the engine knows of;
+every token that attention reads, and every token sampled, is checked by the harness. At the end,
+once nothing fails any more, every request has ended and nothing is leased, reserved or pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from harness.connector_support import LAYOUTS, Quilt, tokens
+from kvquilt.testing.faults import CopyPlan, MethodFault, full_store
+
+MORE = int(os.environ.get("KVQUILT_STRESS", "1"))
+"""How many times the usual number of examples and requests to try."""
+
+MAX_TOKENS = 510
+BASES = [tokens(seed, 600) for seed in range(3)]
+
+COPY_FAULTS: list[dict[str, float]] = [
+    {},
+    {"fail": 0.2},
+    {"late": 0.5},
+    {"late report": 0.5},
+    {"silent": 0.1, "fail": 0.1, "late": 0.2, "tear": 0.1, "late report": 0.1},
+    {"refuse": 0.2},
+]
+
+# Where an error may strike: what each hook does first, and what the hooks rest on.
+SCHEDULER_SIDE = (
+    "match",
+    "allocated",
+    "build_step",
+    "finished",
+    "has_push_work",
+    "has_block_frees",
+    "reset",
+    "stats",
+)
+WORKER_SIDE = ("before_forward", "start_loads", "start_saves", "poll", "take_told", "report")
+STORE = ("lookup", "lease_at", "reserve", "pages", "commit")
+# After these an error comes too late: what was done is known to nobody.
+BEFORE_ONLY = {
+    "build_step",
+    "commit",
+    "lease_at",
+    "load",
+    "lookup",
+    "pin",
+    "poll",
+    "report",
+    "reserve",
+    "reset",
+    "save",
+    "take_told",
+}
+
+
+class Injected(Exception):
+    """An error that nobody expects."""
+
+
+def fault_targets(quilt: Quilt) -> list[tuple[Any, str]]:
+    out: list[tuple[Any, str]] = [(quilt.side, name) for name in SCHEDULER_SIDE]
+    for worker in quilt.workers:
+        out += [(worker.worker_side, name) for name in WORKER_SIDE]
+        out += [(worker.worker_side.copier, name) for name in ("save", "load", "poll")]
+    return out + [(quilt.store, name) for name in STORE] + [(quilt.side.pins, "pin")]
+
+
+def blocks_of_longest(name: str) -> int:
+    """The engine starts only if its pool can hold one request of the greatest length."""
+    return 1 + sum(-(-MAX_TOKENS // group.tokens_per_block) for group in LAYOUTS[name])
+
+
+def make(draw: random.Random, name: str) -> Quilt:
+    """An engine with everything chosen by `draw`."""
+    ranks = draw.choice([1, 1, 2])
+    rates = draw.choice(COPY_FAULTS)
+    late = {draw.randrange(ranks): draw.randrange(1, 4)} if draw.random() < 0.25 else None
+    return Quilt(
+        LAYOUTS[name],
+        copies=[CopyPlan(seed=draw.randrange(1 << 30), rates=rates) for _ in range(ranks)],
+        late=late,
+        step_seconds=0.01,
+        load_timeout_seconds=draw.choice([0.1, 0.5]),
+        ram_bytes=draw.choice([96 << 10, 256 << 10, "1MiB", "4MiB"]),
+        retention=draw.choice(["dense", "prompt_end"]),
+        group_partition=draw.choice(["solved", "shared_rows"]),
+        retain_slack=draw.random() < 0.5,
+        retain_generated=draw.random() < 0.7,
+        mode="save_only" if draw.random() < 0.05 else "read_write",
+        checkpoint_interval=draw.choice([None, None, 128]),
+        num_blocks=int(blocks_of_longest(name) * draw.choice([1.05, 1.5, 6])),
+        max_num_seqs=draw.choice([2, 8]),
+        max_num_batched_tokens=draw.choice([64, 200, 1024]),
+        enable_prefix_caching=draw.random() < 0.8,
+        retention_interval=draw.choice([0, None]),
+        async_scheduling=draw.random() < 0.4,
+        runner=draw.choice(["v1", "v1-deferred", "v2"]),
+        num_ranks=ranks,
+        multi=draw.random() < 0.1,
+        load_failure_policy="recompute",
+    )
+
+
+class Traffic:
+    """What clients and operators do to one engine."""
+
+    def __init__(self, quilt: Quilt) -> None:
+        self.quilt = quilt
+        self.live: list[Any] = []
+        self.served = 0
+        self._faults = contextlib.ExitStack()
+
+    def add(self, base: int, length: int, tail: int, max_tokens: int, salt: str | None) -> None:
+        prompt = BASES[base][:length] + tokens(self.served, tail)
+        self.live.append(self.quilt.add(prompt, max_tokens, cache_salt=salt))
+        self.served += 1
+
+    def abort(self, which: int, mid_step: bool) -> None:
+        if self.live:
+            self.quilt.h.abort(self.live[which % len(self.live)].id, mid_step=mid_step)
+
+    def preempt(self, which: int) -> None:
+        if self.live:
+            self.quilt.h.preempt(self.live[which % len(self.live)].id)
+
+    def reset(self, connector: bool) -> None:
+        self.quilt.h.reset_prefix_cache(reset_connector=connector)
+
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.quilt.step()
+        self.live = [record for record in self.live if record.finish_reason is None]
+
+    def inject(self, which: int, rate: float, after: bool, seed: int) -> None:
+        """From now on, until `calm`, something fails now and then."""
+        targets = fault_targets(self.quilt)
+        target, name = targets[which % len(targets)]
+        after = after and name not in BEFORE_ONLY
+        self._faults.enter_context(
+            MethodFault(target, name, error=Injected, rate=rate, seed=seed, after=after)
+        )
+
+    def fill(self) -> None:
+        """From now on, until `calm`, the store grants nothing."""
+        self._faults.enter_context(full_store(self.quilt.store))
+
+    def calm(self) -> None:
+        self._faults.close()
+
+    def drain(self) -> None:
+        self.calm()
+        self.quilt.run()
+        assert all(record.finish_reason for record in self.live)
+        self.live = []
+
+    def end(self) -> None:
+        self.quilt.heal()
+        self.drain()
+        self.quilt.settle()
+        self.quilt.check_end(hook_errors=None)
+        expected = {"Injected", "TransferError"}
+        assert {kind for _, kind in self.quilt.hook_errors()} <= expected, self.quilt.hook_errors()
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Rules are what may happen to the engine between two steps."""
+
+    traffic: Traffic | None = None
+
+    @initialize(name=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 1 << 20))
+    def begin(self, name: str, seed: int) -> None:
+        self.traffic = Traffic(make(random.Random(seed), name))
+
+    @property
+    def now(self) -> Traffic:
+        assert self.traffic is not None
+        return self.traffic
+
+    @precondition(lambda self: self.traffic is not None and len(self.traffic.live) < 10)
+    @rule(
+        base=st.integers(0, 2),
+        length=st.integers(1, 400),
+        tail=st.sampled_from([0, 0, 1, 5, 40]),
+        max_tokens=st.sampled_from([1, 2, 20, 60]),
+        salt=st.sampled_from([None, None, None, "x"]),
+    )
+    def add(self, base: int, length: int, tail: int, max_tokens: int, salt: str | None) -> None:
+        self.now.add(base, length, tail, max_tokens, salt)
+
+    @rule(times=st.integers(1, 12))
+    def step(self, times: int) -> None:
+        self.now.step(times)
+
+    @rule(which=st.integers(0, 9), mid_step=st.booleans())
+    def abort(self, which: int, mid_step: bool) -> None:
+        self.now.abort(which, mid_step)
+        self.now.step(1)
+
+    @rule(which=st.integers(0, 9))
+    def preempt(self, which: int) -> None:
+        self.now.preempt(which)
+
+    @rule(connector=st.booleans())
+    def reset(self, connector: bool) -> None:
+        self.now.reset(connector)
+
+    @rule(
+        which=st.integers(0, 60),
+        rate=st.sampled_from([0.3, 1.0]),
+        after=st.booleans(),
+        seed=st.integers(0, 99),
+        times=st.integers(1, 4),
+    )
+    def fail(self, which: int, rate: float, after: bool, seed: int, times: int) -> None:
+        self.now.inject(which, rate, after, seed)
+        self.now.step(times)
+        self.now.calm()
+
+    @rule()
+    def full(self) -> None:
+        self.now.fill()
+        self.now.step(3)
+        self.now.calm()
+
+    @rule()
+    def drain(self) -> None:
+        self.now.drain()
+
+    def teardown(self) -> None:
+        if self.traffic is None:
+            return
+        with self.traffic.quilt:
+            self.traffic.end()
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of injected errors would be logged once per hook and engine."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_nothing_leaks_and_nothing_hangs_whatever_happens() -> None:
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            settings.get_profile("ci"), max_examples=25 * MORE, stateful_step_count=40, derandomize=MORE == 1
+        ),
+    )
+
+
+def random_traffic(seed: int, num_requests: int) -> dict[str, float]:
+    """`num_requests` requests and everything else at random; what was counted."""
+    draw = random.Random(seed)
+    names = sorted(LAYOUTS)
+    quilt = make(draw, names[seed % len(names)])
+    traffic = Traffic(quilt)
+    with quilt:
+        while traffic.served < num_requests:
+            act = draw.random()
+            if act < 0.35 and len(traffic.live) < 12:
+                traffic.add(
+                    draw.randrange(3),
+                    draw.randrange(1, 400),
+                    draw.choice([0, 0, 1, 5, 40]),
+                    draw.choice([1, 2, 12, 40]),
+                    draw.choice([None, None, None, "x"]),
+                )
+            elif act < 0.40:
+                traffic.abort(draw.randrange(10), draw.random() < 0.5)
+            elif act < 0.44:
+                traffic.preempt(draw.randrange(10))
+            elif act < 0.47:
+                traffic.reset(draw.random() < 0.4)
+            elif act < 0.50:
+                traffic.inject(
+                    draw.randrange(61), draw.choice([0.3, 1.0]), draw.random() < 0.5, draw.randrange(99)
+                )
+                traffic.step(draw.randrange(1, 5))
+                traffic.calm()
+            elif act < 0.51:
+                traffic.fill()
+                traffic.step(3)
+                traffic.calm()
+            traffic.step(draw.choice([1, 1, 2, 4]))
+        traffic.end()
+        failures = quilt.count("load_failures")
+        return {
+            "hit_tokens": quilt.count("hit_tokens"),
+            "load_failures": failures,
+            "requests": traffic.served,
+        }
+
+
+NUM_ENGINES = 10
+
+
+def test_a_thousand_random_requests() -> None:
+    """Ten engines, 100 requests each, all chosen by their seeds."""
+    totals = {"hit_tokens": 0.0, "load_failures": 0.0, "requests": 0.0}
+    for seed in range(NUM_ENGINES * MORE):
+        for name, value in random_traffic(seed, 100).items():
+            totals[name] += value
+    assert totals["requests"] >= 1_000
+    assert totals["hit_tokens"] > 0
+    assert totals["load_failures"] > 0
