@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE := 1
 export NO_MKDOCS_2_WARNING := 1
 
 # The demo: the default benchmark at a size that ends in about two minutes on two cores.
-DEMO_ARGS ?= --model gemma4-mini --requests 24 --concurrency 4 --prompt-tokens 1000 --output-tokens 8 --ram-bytes 1GiB
+DEMO_ARGS ?= --requests 120
 # Files that start with an underscore are parts of others; gpu_check.py needs a GPU.
 BENCHMARKS ?= $(filter-out benchmarks/gpu_check.py benchmarks/_%,$(wildcard benchmarks/*.py))
 # Arguments for pytest: make test PYTEST_ARGS="-m 'not engine' -x"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from kvquilt.bench.progress import BenchProgress
-from kvquilt.bench.setup import BenchSetup
+from kvquilt.bench.setup import BATCH_TOKENS, BenchSetup
 from kvquilt.errors import BenchError, KVQuiltError
 from kvquilt.testing.engine import Engine
+from kvquilt.testing.results import Result
 
-__all__ = ["empty_engine", "open_engine", "practise", "wait_for_memory"]
+__all__ = ["empty_engine", "open_engine", "practise", "run_one_by_one", "wait_for_memory"]
 
 IDLE_SECONDS = 120.0
 PREFAULT_SECONDS = 300.0
 _POLL_SECONDS = 0.01
-_BATCH_TOKENS = 2048
 
 
 @contextmanager
@@ -27,14 +27,16 @@ def open_engine(
     *,
     connector: Mapping[str, Any] | None,
     clock: Callable[[], float],
+    keep_boundary: int = 0,
 ) -> Iterator[Engine]:
     """A running engine, warmed up and empty, whose pool keeps every prompt's prefix.
 
+    keep_boundary: tokens at which its own cache keeps windows too, besides those at prompts' ends.
     Raises BenchError if vLLM cannot start it; what kvquilt refuses is raised as it is.
     """
     kind = "without" if connector is None else "with"
     with progress.stage(f"start an engine {kind} kvquilt"):
-        engine = _start(setup, connector, clock)
+        engine = _start(setup, connector, clock, keep_boundary)
     with engine:
         with progress.stage("  warm it up"):
             if engine.connector is not None:
@@ -43,8 +45,11 @@ def open_engine(
         yield engine
 
 
-def _start(setup: BenchSetup, connector: Mapping[str, Any] | None, clock: Callable[[], float]) -> Engine:
+def _start(
+    setup: BenchSetup, connector: Mapping[str, Any] | None, clock: Callable[[], float], keep_boundary: int
+) -> Engine:
     config = setup.config
+    windows = any(not group.dense for group in setup.model.layout.cacheable_groups)
     try:
         return Engine(
             config.model,
@@ -53,7 +58,8 @@ def _start(setup: BenchSetup, connector: Mapping[str, Any] | None, clock: Callab
             kv_cache_memory_bytes=setup.pool_bytes,
             max_model_len=config.max_model_len,
             max_num_seqs=config.concurrency,
-            max_num_batched_tokens=max(_BATCH_TOKENS, config.concurrency),
+            max_num_batched_tokens=max(BATCH_TOKENS, config.concurrency),
+            retention_interval=keep_boundary if windows else 0,
             seed=config.seed,
             clock=clock,
             use_tqdm_on_load=False,
@@ -84,6 +90,28 @@ def practise(engine: Engine, setup: BenchSetup) -> None:
         empty_engine(engine)
     if engine.connector is not None:
         empty_engine(engine, connector_too=True)
+
+
+def run_one_by_one(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    concurrency: int,
+    progress: Callable[[int, int], None],
+) -> list[Result]:
+    """As `Engine.run`, but with at most one new request in each step."""
+    running: dict[str, int] = {}
+    results: dict[int, Result] = {}
+    waiting = iter(range(len(prompts)))
+    while len(results) < len(prompts):
+        if len(running) < concurrency and (index := next(waiting, None)) is not None:
+            running[engine.add(prompts[index], max_tokens=max_tokens)] = index
+        engine.step()
+        for key in [key for key in running if engine.finished(key)]:
+            results[running.pop(key)] = engine.take_result(key)
+            progress(len(results), len(prompts))
+    return [results[index] for index in range(len(prompts))]
 
 
 def wait_for_memory(store: Any) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from kvquilt.bench.clock import PausableClock, UnclockedObserver
 from kvquilt.bench.control import ZeroingCopier
-from kvquilt.bench.engines import empty_engine, open_engine
+from kvquilt.bench.engines import empty_engine, open_engine, run_one_by_one
 from kvquilt.bench.expect import holds, kept_pages
 from kvquilt.bench.progress import BenchProgress
+from kvquilt.bench.report import logprob_drift
 from kvquilt.bench.setup import BenchSetup
 from kvquilt.bench.workload import Prompt
 from kvquilt.errors import BenchError
@@ -27,11 +28,16 @@ CONTROL_PROMPTS = 12
 @dataclass(frozen=True)
 class Reference:
     """Results without kvquilt: prompts computed, prompts from the engine's own prefix cache,
-    branches computed."""
+    branches computed.
+
+    drift: the largest difference of a log-probability between a prompt computed and the same prompt
+    from the engine's own prefix cache, in batches of several sizes.
+    """
 
     cold: Results
     warm: Results
     branch: Results
+    drift: float
 
 
 @dataclass(frozen=True)
@@ -69,14 +75,34 @@ class Tested:
 
 
 def run_reference(setup: BenchSetup, progress: BenchProgress) -> Reference:
-    """The engine alone: the outputs to equal, and its own prefix hits as the bound."""
-    work, order = setup.work, setup.config.order
-    with open_engine(setup, progress, connector=None, clock=PausableClock()) as engine:
+    """The engine alone: the outputs to equal, and its own prefix hits as the bound.
+
+    Its drift is taken where kvquilt's is: over prompts and branches from its own cache. Prompts also
+    come one by one, as loads end one by one: hits that begin together stay in step for good, and
+    would never show what a batch of an odd size, or a prefill beside decodes, does to the last bits.
+    """
+    work, order, size = setup.work, setup.config.order, setup.config.concurrency
+    branch_boundary = setup.expected.best_branch // setup.config.requests
+    with open_engine(
+        setup, progress, connector=None, clock=PausableClock(), keep_boundary=branch_boundary
+    ) as engine:
         cold = _run(engine, setup, progress, "prompts, computed", work.prompts)
         warm = _run(engine, setup, progress, "engine_warm", work.prompts, order)
+        sizes = (size, size - 1) if size > 1 else ()
+        own_warm = [_own_hits(engine, setup, progress, n) for n in sizes]
+        own_branch = _run(engine, setup, progress, "its own hits, branches", work.branches)
         empty_engine(engine)
         branch = _run(engine, setup, progress, "branches, computed", work.branches)
-    return Reference(cold, warm, branch)
+    drifts = [logprob_drift(results, cold) for results in (warm, *own_warm)]
+    return Reference(cold, warm, branch, max(*drifts, logprob_drift(own_branch, branch)))
+
+
+def _own_hits(engine: Engine, setup: BenchSetup, progress: BenchProgress, at_once: int) -> Results:
+    prompts = setup.work.prompts
+    with progress.stage(f"  its own hits, one by one, {at_once} at most") as advance:
+        return run_one_by_one(
+            engine, prompts, max_tokens=setup.config.output_tokens, concurrency=at_once, progress=advance
+        )
 
 
 def run_tested(

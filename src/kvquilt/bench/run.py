@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvquilt.bench.config import BenchConfig
@@ -20,6 +20,7 @@ from kvquilt.bench.report import (
 from kvquilt.bench.setup import BenchSetup, set_up
 from kvquilt.layout import CacheGroup
 from kvquilt.testing.engine import Engine
+from kvquilt.testing.results import Result
 from kvquilt.units import format_bytes
 
 __all__ = ["Outcome", "run_bench"]
@@ -27,11 +28,15 @@ __all__ = ["Outcome", "run_bench"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """setup: what was run. report: what was measured. failures: what did not hold; empty is success."""
+    """setup: what was run. report: what was measured. failures: what did not hold; empty is success.
+    saves_skipped: pages that kvquilt wanted to save and did not, by reason; "present" is none of them.
+    drifts: phase -> its largest difference of a log-probability."""
 
     setup: BenchSetup
     report: Report
     failures: tuple[str, ...]
+    saves_skipped: Mapping[str, int]
+    drifts: Mapping[str, float]
 
 
 def run_bench(
@@ -54,7 +59,7 @@ def run_bench(
     found = failures(
         report, setup.expected, concurrency=config.concurrency, unknown_pages=tested.pages.unknown
     )
-    return Outcome(setup, report, tuple(found))
+    return Outcome(setup, report, tuple(found), _skipped(tested), _drifts(reference, tested))
 
 
 def _intentions(setup: BenchSetup) -> list[str]:
@@ -70,20 +75,17 @@ def _intentions(setup: BenchSetup) -> list[str]:
 
 
 def _report(setup: BenchSetup, reference: Reference, tested: Tested) -> Report:
-    pairs = [
-        (tested.cold, reference.cold),
-        (tested.warm, reference.cold),
-        (tested.branch, reference.branch),
-    ]
-    equal = zip(*(equal_outputs(mine, other) for mine, other in pairs), strict=True)
+    equal = zip(
+        *(equal_outputs(mine, other) for mine, other in _pairs(reference, tested).values()), strict=True
+    )
     groups = [_group(setup, tested, index, group) for index, group in enumerate(setup.model.layout.groups)]
     warm, before = tested.after_warm, tested.before_warm
     return Report(
         model=setup.config.model,
         requests=setup.config.requests,
         equal_outputs=sum(all(row) for row in equal),
-        max_logprob_drift=max(logprob_drift(mine, other) for mine, other in pairs),
-        engine_logprob_drift=logprob_drift(reference.warm, reference.cold),
+        max_logprob_drift=max(_drifts(reference, tested).values()),
+        engine_logprob_drift=reference.drift,
         external_hit_tokens=sum(r.external_hit_tokens for r in tested.warm),
         best_hit_tokens=setup.expected.best_warm,
         hit_blocks=warm.since(before, "loaded_pages"),
@@ -99,6 +101,25 @@ def _report(setup: BenchSetup, reference: Reference, tested: Tested) -> Report:
         phases=_phases(reference, tested),
         groups=groups,
     )
+
+
+def _skipped(tested: Tested) -> dict[str, int]:
+    reasons = (reason for reason in tested.end.totals.get("saves_skipped", {}) if reason != "present")
+    counts = {r: tested.end.since(tested.start, "saves_skipped", r) for r in reasons}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def _pairs(reference: Reference, tested: Tested) -> dict[str, tuple[list[Result], list[Result]]]:
+    """kvquilt's phases, each beside the results that it must equal."""
+    return {
+        "cold": (tested.cold, reference.cold),
+        "kvquilt_warm": (tested.warm, reference.cold),
+        "branch": (tested.branch, reference.branch),
+    }
+
+
+def _drifts(reference: Reference, tested: Tested) -> dict[str, float]:
+    return {name: logprob_drift(*pair) for name, pair in _pairs(reference, tested).items()}
 
 
 def _phases(reference: Reference, tested: Tested) -> dict[str, PhaseReport]:

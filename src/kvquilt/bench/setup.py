@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvquilt.bench.config import BenchConfig
@@ -10,12 +11,20 @@ from kvquilt.bench.model import BenchModel, bench_model
 from kvquilt.bench.workload import Workload, make_workload
 from kvquilt.config import Options
 from kvquilt.errors import ConfigError
+from kvquilt.layout import CacheLayout
 from kvquilt.sizing import SlotPlan, plan_slots
 from kvquilt.store.memory import available_memory
 from kvquilt.testing.workload import kv_cache_memory_for, pool_blocks_for
 from kvquilt.units import format_bytes
 
-__all__ = ["BenchSetup", "set_up"]
+__all__ = ["BATCH_TOKENS", "BenchSetup", "set_up"]
+
+BATCH_TOKENS = 2048
+"""Tokens that an engine computes in one step."""
+# The connector pins at most this share of the engine's blocks.
+PIN_CAP_SHARE = 0.02
+# A copy that begins after one step is reported at the end of the next, on a busy machine later.
+_STEPS_UNDER_WAY = 3
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,7 @@ def set_up(config: BenchConfig) -> BenchSetup:
             vocab_size=model.vocab_size,
             seed=config.seed,
         ),
-        pool_blocks=pool_blocks_for(
-            layout,
-            [config.prompt_tokens] * config.requests,
-            output_tokens=config.output_tokens,
-            concurrency=config.concurrency,
-        ),
+        pool_blocks=_pool_blocks(layout, config),
         ram_bytes=options.budget_bytes,
         ram_chosen=given is None,
         options=options,
@@ -89,6 +93,19 @@ def set_up(config: BenchConfig) -> BenchSetup:
     return setup
 
 
+def _pool_blocks(layout: CacheLayout, config: BenchConfig) -> int:
+    """Blocks that keep every prompt's prefix, and of which kvquilt's pins are a small share: windows
+    slide on while their blocks are copied, and pins above their cap would be saves that are skipped."""
+    per_step = sum(-(-BATCH_TOKENS // g.tokens_per_block) for g in layout.cacheable_groups if not g.dense)
+    prefixes = pool_blocks_for(
+        layout,
+        [config.prompt_tokens] * config.requests,
+        output_tokens=config.output_tokens,
+        concurrency=config.concurrency,
+    )
+    return max(prefixes, math.ceil(_STEPS_UNDER_WAY * per_step / PIN_CAP_SHARE))
+
+
 def _check_memory(setup: BenchSetup) -> None:
     limits = available_memory()
     if not limits:
@@ -97,6 +114,6 @@ def _check_memory(setup: BenchSetup) -> None:
     if setup.pool_bytes + setup.ram_bytes > available:
         raise ConfigError(
             f"--requests={setup.config.requests}: the engine's pool takes {format_bytes(setup.pool_bytes)} "
-            f"and kvquilt {format_bytes(setup.ram_bytes)}, but {source} leaves {format_bytes(available)}: lower "
-            "--requests, --prompt-tokens or --ram-bytes"
+            f"and kvquilt {format_bytes(setup.ram_bytes)}, but {source} leaves {format_bytes(available)}: "
+            "lower --requests, --prompt-tokens or --ram-bytes"
         )

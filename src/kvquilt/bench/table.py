@@ -30,13 +30,23 @@ def _phase_table(outcome: Outcome) -> Table:
     report, expected = outcome.report, outcome.setup.expected
     table = Table(title=f"{report.model}: {report.requests} prompts per phase")
     table.add_column("phase", no_wrap=True)
-    for heading in ("TTFT ms mean", "p50", "p99", "local hit tokens", "external hit tokens", "of", "equal"):
+    for heading in (
+        "TTFT ms mean",
+        "p50",
+        "p99",
+        "local hit tokens",
+        "external hit tokens",
+        "of",
+        "drift",
+        "equal",
+    ):
         table.add_column(heading, justify="right")
     best = {
         "engine_warm": expected.best_warm,
         "kvquilt_warm": expected.best_warm,
         "branch": expected.best_branch,
     }
+    drifts = {**outcome.drifts, "engine_warm": report.engine_logprob_drift}
     for name in _PHASES:
         phase, ttft = report.phases[name], report.phases[name].ttft_ms
         table.add_row(
@@ -45,6 +55,7 @@ def _phase_table(outcome: Outcome) -> Table:
             f"{phase.local_hit_tokens:,}",
             f"{phase.external_hit_tokens:,}",
             f"{best[name]:,}" if name in best else "",
+            f"{drifts[name]:.2g}",
             f"{phase.equal_outputs}/{report.requests}",
         )
     return table
@@ -84,7 +95,7 @@ def _figures(outcome: Outcome) -> list[str]:
     other = "prompt_end" if setup.config.retention == "dense" else "dense"
     at_one = setup.config.concurrency == 1
     bound = "must be 0 at concurrency 1" if at_one else "must not be more, nor above 1e-05"
-    return [
+    lines = [
         f"log-probs: largest drift {report.max_logprob_drift:.3g}; the engine's own prefix hits "
         f"{report.engine_logprob_drift:.3g} ({bound})",
         f"pages: {report.pages_equal:,} of {report.pages_compared:,} equal, digested at save and after load",
@@ -94,6 +105,10 @@ def _figures(outcome: Outcome) -> list[str]:
         f"memory: {format_bytes(report.bytes_resident)} held of {format_bytes(setup.ram_bytes)}; the slots "
         f"cover {report.tokens_covered:,} tokens ({setup.tokens_covered(other):,} with --retention {other})",
     ]
+    if outcome.saves_skipped:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(outcome.saves_skipped.items()))
+        lines.append(f"saves skipped, pages by reason: {reasons}")
+    return lines
 
 
 def summary(outcome: Outcome) -> str:
