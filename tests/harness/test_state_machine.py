@@ -77,6 +77,13 @@ class Injected(Exception):
     """An error that nobody expects."""
 
 
+def fail_to_commit(real: Any, ticket_id: int, owner: str, *, failed: bool = False) -> None:
+    """Fail, unless it is an abort, which is how a failed commit is undone."""
+    if not failed:
+        raise Injected
+    real(ticket_id, owner, failed=True)
+
+
 def fault_targets(quilt: Quilt) -> list[tuple[Any, str]]:
     out: list[tuple[Any, str]] = [(quilt.side, name) for name in SCHEDULER_SIDE]
     for worker in quilt.workers:
@@ -155,10 +162,12 @@ class Traffic:
         """From now on, until `calm`, something fails now and then."""
         targets = fault_targets(self.quilt)
         target, name = targets[which % len(targets)]
-        after = after and name not in BEFORE_ONLY
-        self._faults.enter_context(
-            MethodFault(target, name, error=Injected, rate=rate, seed=seed, after=after)
-        )
+        when: dict[str, Any] = {"rate": rate, "seed": seed}
+        if name == "commit":
+            fault = MethodFault(target, name, instead=fail_to_commit, **when)
+        else:
+            fault = MethodFault(target, name, error=Injected, after=after and name not in BEFORE_ONLY, **when)
+        self._faults.enter_context(fault)
 
     def fill(self) -> None:
         """From now on, until `calm`, the store grants nothing."""
