@@ -212,6 +212,7 @@ class LoadBook:
             load.state.no_fetch = True
             self._meter.count("load_failures", 1, load.reason or "copy")
             return
+        load.state.loaded_tokens = 0 if load.local_tokens else load.tokens
         self._meter.count("hit_tokens", load.tokens - load.local_tokens, load.limited_by)
         for index in np.flatnonzero(load.pages_of_group):
             group, pages = self._layout.groups[index], int(load.pages_of_group[index])

@@ -24,6 +24,7 @@ class RequestState:
     were considered and could not be saved yet. next_check: written tokens below which no group
     has a new block. checkpoint: the boundary whose window blocks are pinned while decoding,
     and those pins as (group, first block, block ids). no_fetch: a load of it failed.
+    loaded_tokens: the whole prefix of that length came from the store, for this admission.
     """
 
     request: Request
@@ -33,6 +34,7 @@ class RequestState:
     found: Found | None = None
     found_local: int = -1
     no_fetch: bool = False
+    loaded_tokens: int = 0
     next_block: list[int] = field(default_factory=list)
     retry: list[list[int]] = field(default_factory=list)
     next_check: int = 0

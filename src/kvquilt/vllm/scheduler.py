@@ -186,7 +186,11 @@ class SchedulerSide:
         state.restart()
         self.saves.drop_checkpoint(state)
         found, local_tokens = state.found, state.found_local
+        loaded, state.loaded_tokens = state.loaded_tokens, 0
         if not external_tokens:
+            if loaded and request.num_computed_tokens >= loaded:
+                # The load has ended and the request runs: what it brought need not be saved.
+                state.next_block = [loaded // group.tokens_per_block for group in self.layout.groups]
             self._forget(state)
             return
         state.found, state.found_local = None, -1
@@ -247,6 +251,7 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._states:
                 self.saves.drop_checkpoint(self._states[request_id])
+                self._states[request_id].loaded_tokens = 0
                 self._states[request_id].restart()
         if not self._broken:
             self.saves.plan(self._scheduled(output))
