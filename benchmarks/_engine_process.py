@@ -33,6 +33,8 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(writing,),
+            # Threads that spin between parallel regions would starve all others of a small machine.
+            env={"OMP_WAIT_POLICY": "passive", **os.environ},
             text=True,
         )
         os.close(writing)
