@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 __all__ = ["quiet_environment", "stdout_to_stderr"]
 
@@ -23,6 +24,8 @@ def quiet_environment() -> None:
         "HF_HUB_OFFLINE": "1",
     }.items():
         os.environ.setdefault(name, value)
+    # What is said before the engine reads its logging level.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     # The engine's own use of deprecated names, which nobody who reads a table can mend.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -35,7 +38,8 @@ def stdout_to_stderr() -> Iterator[None]:
     kept = os.dup(1)
     try:
         os.dup2(2, 1)
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         sys.stdout.flush()
         os.dup2(kept, 1)

@@ -129,6 +129,7 @@ def test_the_json_has_the_documented_keys_and_no_others() -> None:
         ({"unknown_pages": 2}, "pages: 2 were loaded that no save had shown"),
         ({"load_failures": 1}, "loads: 1 failed"),
         ({"sensitivity": {"full": 4, "win": 0}}, "loading win as zeros changes no output"),
+        ({"sensitivity": {}}, "no group could be loaded as zeros"),
         ({"groups": [msgspec.structs.replace(GROUP, pages_compared=0)]}, "none compared of full"),
         (
             {"phases": phases(kvquilt_warm=phase(external=199))},
