@@ -10,7 +10,7 @@ from kvquilt.bench.expect import Expectation, default_ram_bytes, expect
 from kvquilt.bench.model import BenchModel, bench_model
 from kvquilt.bench.workload import Workload, make_workload
 from kvquilt.config import Options
-from kvquilt.errors import ConfigError
+from kvquilt.errors import ConfigError, SizingError
 from kvquilt.layout import CacheLayout
 from kvquilt.sizing import SlotPlan, plan_slots
 from kvquilt.store.memory import available_memory
@@ -49,11 +49,14 @@ class BenchSetup:
         return kv_cache_memory_for(self.model.layout, self.pool_blocks)
 
     def tokens_covered(self, retention: str) -> int:
-        """Tokens that the same budget covers under another retention."""
+        """Tokens that the same budget covers under another retention; 0 if it is too small for it."""
         options = self.config.parsed(self.ram_bytes)
         interval = Options(retention=retention).planned_checkpoint_interval  # type: ignore[arg-type]
         layout, partition = self.model.layout, options.group_partition
-        return plan_slots(layout, self.ram_bytes, interval, partition=partition).tokens
+        try:
+            return plan_slots(layout, self.ram_bytes, interval, partition=partition).tokens
+        except SizingError:
+            return 0
 
 
 def set_up(config: BenchConfig) -> BenchSetup:
