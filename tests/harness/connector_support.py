@@ -46,7 +46,9 @@ class Quilt:
 
     options: of the connector. copies: a plan of copy faults per rank (or one for all).
     late: `LateWorker` steps by rank, None there for silence. step_seconds: what the connector's
-    clock advances in a step; None for the real clock. Further options are the harness's.
+    clock advances in a step; None for the real clock. pin_cap: blocks that pins alone may hold;
+    None for the product's own cap, at which steps faster than their copies save less. multi: wrap
+    the connector in the engine's MultiConnector. Further options are the harness's.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Quilt:
         step_seconds: float | None = None,
         num_blocks: int = 400,
         multi: bool = False,
+        pin_cap: int | None = 1_000_000,
         **rest: Any,
     ) -> None:
         names = ("ram_bytes", "group_partition", "retention", "retain_slack", "retain_generated")
@@ -94,6 +97,8 @@ class Quilt:
         self.connector = root._connectors[0] if multi else root
         workers = self.h.worker_connectors
         self.workers = [w._connectors[0] for w in workers] if multi else workers
+        if pin_cap is not None:
+            self.side.pins.cap = pin_cap
         if step_seconds is not None:
             self.side.clock = self.side.loads._clock = self.side.saves._clock = self.clock
 
@@ -147,6 +152,12 @@ class Quilt:
     def serve(self, prompt: list[int], max_tokens: int = 1, **more: Any) -> HarnessRequest:
         record = self.add(prompt, max_tokens, **more)
         self.run()
+        return record
+
+    def serve_beside(self, prompt: list[int]) -> HarnessRequest:
+        """`serve` while others are not to be finished: until this one is, and its saves are."""
+        record = self.add(prompt)
+        self.h.run_until(lambda: record.finish_reason is not None and not self.side.saves.under_way())
         return record
 
     def forget(self) -> None:

@@ -107,6 +107,7 @@ def make(draw: random.Random, name: str) -> Quilt:
         copies=[CopyPlan(seed=draw.randrange(1 << 30), rates=rates) for _ in range(ranks)],
         late=late,
         step_seconds=0.01,
+        pin_cap=draw.choice([None, None, 1_000_000]),
         load_timeout_seconds=draw.choice([0.1, 0.5]),
         ram_bytes=draw.choice([96 << 10, 256 << 10, "1MiB", "4MiB"]),
         retention=draw.choice(["dense", "prompt_end"]),
