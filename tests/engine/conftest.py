@@ -44,7 +44,7 @@ def make_rig(keeper: Keeper, truths: dict[str, Truth]) -> Iterator[Callable[...,
 
     try:
         yield make
-        if made:
+        if made and keeper.keeps(made[-1]):
             made[-1].heal()
             made[-1].assert_clean()
     except BaseException:

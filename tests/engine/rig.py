@@ -202,6 +202,10 @@ class Keeper:
         assert self._engine.reset_prefix_cache(reset_connector=True)
         return rig
 
+    def keeps(self, rig: Rig) -> bool:
+        """Whether the rig's engine is still alive."""
+        return rig.engine is self._engine
+
     def close(self) -> None:
         engine, self._engine, self._key = self._engine, None, None
         if engine is not None:
