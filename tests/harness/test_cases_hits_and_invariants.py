@@ -455,5 +455,5 @@ def test_6_a_group_whose_layers_have_unequal_specs_is_refused_at_start() -> None
         group = config.kv_cache_groups[0]
         specs = dict.fromkeys(group.layer_names, group.kv_cache_spec)
         group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)
-        with pytest.raises(LayoutError, match="UniformTypeKVCacheSpecs .* not served yet"):
+        with pytest.raises(LayoutError, match=r"UniformTypeKVCacheSpecs .* not served yet"):
             engine_layout(config, q.h.config.vllm)
