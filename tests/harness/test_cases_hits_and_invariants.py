@@ -457,3 +457,26 @@ def test_6_a_group_whose_layers_have_unequal_specs_is_refused_at_start() -> None
         group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)
         with pytest.raises(LayoutError, match=r"UniformTypeKVCacheSpecs .* not served yet"):
             engine_layout(config, q.h.config.vllm)
+
+
+def test_b17_a_page_is_found_whatever_the_engine_holds_itself() -> None:
+    """B17: 8 blocks, of which the engine holds 5, and of which it holds none."""
+    with Quilt([full(16)]) as q:
+        prompt = tokens(1, 129)
+        saved(q, prompt)
+        assert q.serve(prompt[:81]).external_hit == 80
+        record = q.serve(prompt)
+        assert (record.local_hit, record.external_hit) == (80, 48)
+        q.forget()
+        assert q.serve(prompt).external_hit == 128
+        q.check_end()
+
+
+@pytest.mark.parametrize("option", ["ram_bytes", "window"])
+def test_41_a_connector_with_other_factors_has_another_namespace(option: str) -> None:
+    """Invariant 41: what the stored bytes belong to, from the engine's own configuration."""
+    digests = set()
+    for window, ram in ((64, "4MiB"), (64, "2MiB") if option == "ram_bytes" else (48, "4MiB")):
+        with Quilt([full(16), sliding(16, window)], ram_bytes=ram) as q:
+            digests.add(q.side.namespace.digest())
+    assert len(digests) == (1 if option == "ram_bytes" else 2)
