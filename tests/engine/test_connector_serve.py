@@ -91,7 +91,7 @@ def test_second_request_hits_and_nothing_is_left(keeper: Keeper, tmp_path: Path)
         *("--num-gpu-blocks-override", "200", "--kv-cache-memory-bytes", str(64 << 20)),
         *("--kv-transfer-config", json.dumps(TRANSFER)),
     ]
-    with Child(command, temporary, {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+    with Child(command, temporary, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as server:
         wait_until(lambda: answers(url) or server.process.poll() is not None, "the server does not start")
         assert server.process.poll() is None, server.log[-8000:]
         wait_until(lambda: not list(temporary.glob("kvquilt*")), "the socket is there before any request")
