@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -79,19 +80,27 @@ def answers(url: str) -> bool:
     return True
 
 
-def test_second_request_hits_and_nothing_is_left(keeper: Keeper, tmp_path: Path) -> None:
-    keeper.close()
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [
-        *(sys.executable, "-c", VLLM, "serve", str(model_with_words(tmp_path / "model"))),
+def server_command(folder: Path, port: int) -> list[str]:
+    """`vllm serve` on a tiny model, with the one option that puts kvquilt in front of it."""
+    return [
+        *(sys.executable, "-c", VLLM, "serve", str(model_with_words(folder))),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--block-size", "32", "--max-model-len", "512", "--enforce-eager"),
         *("--num-gpu-blocks-override", "200", "--kv-cache-memory-bytes", str(64 << 20)),
         *("--kv-transfer-config", json.dumps(TRANSFER)),
     ]
-    with Child(command, temporary, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as server:
+
+
+SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+
+
+def test_second_request_hits_and_nothing_is_left(keeper: Keeper, tmp_path: Path) -> None:
+    keeper.close()
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = server_command(tmp_path / "model", port)
+    with Child(command, temporary, SERVER_ENVIRONMENT) as server:
         wait_until(lambda: answers(url) or server.process.poll() is not None, "the server does not start")
         assert server.process.poll() is None, server.log[-8000:]
         wait_until(lambda: not list(temporary.glob("kvquilt*")), "the socket is there before any request")
@@ -118,3 +127,33 @@ def test_second_request_hits_and_nothing_is_left(keeper: Keeper, tmp_path: Path)
         wait_until(lambda: not server.members(), "processes are left after SIGTERM")
         assert left_behind([server], temporary) == []
         assert not re.search(r'File ".*/kvquilt/|ERROR.*kvquilt', server.log), server.log[-8000:]
+
+
+def test_a_worker_that_dies_while_serving_leaves_nothing(keeper: Keeper, tmp_path: Path) -> None:
+    keeper.close()
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with Child(server_command(tmp_path / "model", port), temporary, SERVER_ENVIRONMENT) as server:
+        wait_until(lambda: answers(url) or server.process.poll() is not None, "the server does not start")
+        body = {"model": "tiny", "prompt": SOME[0], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        ask(f"{url}/v1/completions", body)
+        ask(f"{url}/reset_prefix_cache", {})
+        os.kill(worker_of(server), signal.SIGKILL)
+        with pytest.raises(
+            (urllib.error.URLError, ConnectionError)
+        ):  # an error, not a hang and not a wrong text
+            ask(f"{url}/v1/completions", body)
+        server.wait()
+        wait_until(lambda: not server.members(), "processes are left after the worker's death")
+        assert left_behind([server], temporary) == []
+
+
+def worker_of(server: Child) -> int:
+    """The process that holds the engine's KV: a worker, or the engine core that runs it itself."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in server.members()}
+    for part in ("Worker", "EngineCore"):
+        for pid, name in names.items():
+            if part in name and pid != server.process.pid:
+                return pid
+    raise AssertionError(f"no worker among {names}")

@@ -101,6 +101,7 @@ class SchedulerSide:
         self._evictions: dict[str, int] = {}
         self._failed_load_logged = False
         self._broken = False
+        self._levels_up = False
         self._started = clock()
         self.namespace = namespace
         self.start_lines = start_lines(layout, self.plan)
@@ -363,7 +364,7 @@ class SchedulerSide:
 
     def stats(self) -> KVQuiltStats | None:
         """Counts since the last call, with the gauges of now; None if nothing happened."""
-        if not self.meter.fresh:
+        if not self.meter.fresh and not self._levels_up:
             return None
         stats = self.store.stats()
         gauges: dict[str, dict[str, float]] = {
@@ -379,6 +380,8 @@ class SchedulerSide:
             gauges.setdefault("pool_use", {})[name] = group.pages / max(1, group.slots)
             self.meter.count("evictions", group.evictions - self._evictions.get(name, 0), name)
             self._evictions[name] = group.evictions
+        # Levels that are up must be seen to come down, also when nothing is counted any more.
+        self._levels_up = any(gauges[name][""] for name in ("leases", "tickets", "pins"))
         return self.meter.drain(gauges)
 
     def close(self) -> None:
