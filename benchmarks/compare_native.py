@@ -9,8 +9,8 @@ Each setting has an engine of its own; they take turns. One turn: everything is 
 prompts are computed and saved, one at a time; the engine's cache is emptied; the same prompts
 again (warm); emptied; prompts that share the first two thirds (branch). The first round only
 warms up. Figures are medians over the rounds; "times native" is the median of the ratios within
-a round. Outputs are compared, token by token and log-probability by log-probability, with an
-engine that has no connector.
+a round, with the least and the greatest. Outputs are compared, tokens and log-probabilities,
+with those of an engine that has no connector.
 
 Exit status 1 if an output differs, or if kvquilt's "prompt_end, no extras" holds more bytes
 than the leanest native setting for no more hit tokens; times never decide it.
@@ -153,14 +153,15 @@ class Comparison:
     def _row(self, name: str) -> dict[str, Any]:
         turns = self.turns[name]
         native = self.turns.get("native")
-        ratio = None
-        if native is not None and name != "none":
-            ratio = statistics.median(a / b for a, b in zip(turns.warm, native.warm, strict=True))
+        ratios: list[float] = []
+        if native is not None and name not in ("none", "native"):
+            ratios = [round(a / b, 3) for a, b in zip(turns.warm, native.warm, strict=True)]
         return {
             "setting": self._settings[name].name,
             "computed_ms": round(statistics.median(turns.computed), 2),
             "warm_ms": round(statistics.median(turns.warm), 2),
-            "warm_times_native": None if ratio is None else round(ratio, 3),
+            "warm_times_native": statistics.median(ratios) if ratios else None,
+            "warm_times_native_by_round": ratios,
             "branch_ms": round(statistics.median(turns.branch), 2),
             "warm_hit_tokens": turns.warm_hits,
             "branch_hit_tokens": turns.branch_hits,
@@ -213,7 +214,7 @@ def markdown(model: str, rows: list[dict[str, Any]]) -> str:
     lines = [f"### {model}", "", "| " + " | ".join(HEADER) + " |"]
     lines.append("|---|" + "--:|" * (len(HEADER) - 2) + "---|")
     for row in rows:
-        ratio = row["warm_times_native"]
+        ratio, spread = row["warm_times_native"], row["warm_times_native_by_round"]
         outputs = "equal" if row["equal_outputs"] else "DIFFERENT"
         if row["equal_outputs"] and row["max_logprob_drift"]:
             outputs += f", log-probabilities to {row['max_logprob_drift']:.1e}"
@@ -221,7 +222,7 @@ def markdown(model: str, rows: list[dict[str, Any]]) -> str:
             row["setting"],
             f"{row['computed_ms']:.1f}",
             f"{row['warm_ms']:.2f}",
-            "-" if ratio is None else f"{ratio:.2f}",
+            "-" if ratio is None else f"{ratio:.2f} ({min(spread):.2f} to {max(spread):.2f})",
             f"{row['branch_ms']:.1f}",
             f"{row['warm_hit_tokens']:,}",
             f"{row['branch_hit_tokens']:,}",
