@@ -512,3 +512,22 @@ def test_b23_a_reset_that_overtakes_a_finished_load_still_fails_it(num_ranks: in
         assert [a.external for a in record.admissions] == [HIT, 0]
         assert q.count("load_failures", "reset") == 1
         q.check_end()
+
+
+def test_b51_blocks_of_an_aborted_load_are_not_saved() -> None:
+    """The store has just forgotten them, so they would be wanted; but they were never filled."""
+    with Quilt(FULL_AND_SLIDING) as q:
+        saved(q)
+        q.fault_at_next("late")
+        q.copiers[0]._plan = type(q.copiers[0]._plan)(at=q.copiers[0]._plan.at, polls=(10_000, 10_000))
+        record = q.add(PROMPT)
+        q.step()
+        assert record.external_hit == HIT
+        q.h.reset_prefix_cache(reset_connector=True)
+        q.h.abort(record.id)
+        q.step(3)
+        q.settle()
+        assert sum(q.pages().values()) == 0
+        assert saved(q).external_hit == 0
+        assert q.serve(PROMPT).external_hit == HIT
+        q.check_end()
