@@ -156,7 +156,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:  # noqa: BLE001 - logged by the guard that called us
             return _EMPTY_PLAN
 
-    @guarded(lambda self, output: None)
+    @guarded(lambda self, output: self.scheduler_side.miss_output(output))
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.on_output(connector_output)
 
@@ -299,8 +299,12 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name}={size}: only 1 is served")
-    if parallel.distributed_executor_backend == "ray":
-        raise ConfigError("distributed_executor_backend='ray': the pools are shared memory of one host")
+    backend = parallel.distributed_executor_backend
+    if backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            f"distributed_executor_backend={backend!r}: the pools are shared memory of one scheduler and "
+            "its workers on one host; served are 'mp' and 'uni'"
+        )
     version = vllm.__version__
     if not version.startswith(f"{TESTED_VLLM}.") and version not in _warned_versions:
         _warned_versions.add(version)

@@ -33,6 +33,17 @@ __all__ = ["PoolServer", "fetch_arenas", "layout_fingerprint"]
 logger = logging.getLogger(__name__)
 _MAX_FDS = 253  # what one SCM_RIGHTS message can carry
 _CONNECT_SECONDS = 10.0
+_SOCKET_NAME = "pools.sock"
+_MAX_SOCKET_PATH = 107  # bytes that a Unix socket's address can hold
+
+
+def _private_directory() -> Path:
+    """A new directory of mode 0700, whose path leaves room for the socket's name."""
+    directory = Path(tempfile.mkdtemp(prefix="kvquilt-"))
+    if len(str(directory / _SOCKET_NAME).encode()) <= _MAX_SOCKET_PATH:
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="kvquilt-", dir="/tmp"))
 
 
 class _Pools(msgspec.Struct):
@@ -49,8 +60,8 @@ class PoolServer:
     def __init__(self, arenas: Sequence[Arena], fingerprint: str) -> None:
         self._fds = [arena.fd for arena in arenas]
         self._message = msgspec.msgpack.encode(_Pools(fingerprint, [arena.info for arena in arenas]))
-        self._directory = Path(tempfile.mkdtemp(prefix="kvquilt-"))
-        self.path = str(self._directory / "pools.sock")
+        self._directory = _private_directory()
+        self.path = str(self._directory / _SOCKET_NAME)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(self.path)

@@ -197,8 +197,14 @@ class LoadBook:
                 output.finished_recving = set(output.finished_recving or ()) - {request_id}
                 self._refail.append((load.job_id, request_id))
                 continue
-            del self._untold[request_id]
-            self._count(load, failed)
+            self.told({request_id}, {request_id} if failed else set())
+
+    def told(self, finished: set[str], failed: set[str]) -> None:
+        """The engine has been told that these loads have ended. Unknown requests are ignored."""
+        for request_id in finished:
+            load = self._untold.pop(request_id, None)
+            if load is not None:
+                self._count(load, request_id in failed)
 
     def close(self) -> None:
         """Give back every lease and pin."""

@@ -89,6 +89,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     attach_path: where to fetch the pools' file descriptors; empty once all ranks have.
     idle: the engine computes nothing in this step.
     flush: save jobs whose sources are no longer pinned: end them before the forward pass.
+    spoil: save jobs whose sources were given away because they take too long: they fail.
     cancel: load jobs to report failed, unless they have been reported. refail: load jobs to
     report failed although every rank has reported them done.
     """
@@ -98,6 +99,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     saves: tuple[SaveJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     flush: tuple[int, ...] = ()
+    spoil: tuple[int, ...] = ()
     cancel: tuple[int, ...] = ()
     refail: tuple[tuple[int, str], ...] = ()
 

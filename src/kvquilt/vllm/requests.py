@@ -25,6 +25,9 @@ class RequestState:
     has a new block. checkpoint: the boundary whose window blocks are pinned while decoding,
     and those pins as (group, first block, block ids). no_fetch: a load of it failed.
     loaded_tokens: the whole prefix of that length came from the store, for this admission.
+    scheduled: the engine has computed something of it in this admission; before that, what it
+    counts as computed may still be on its way from another connector. barred_tokens: computed
+    before a reset, never to be saved.
     """
 
     request: Request
@@ -38,6 +41,8 @@ class RequestState:
     next_block: list[int] = field(default_factory=list)
     retry: list[list[int]] = field(default_factory=list)
     next_check: int = 0
+    scheduled: bool = False
+    barred_tokens: int = 0
     checkpoint: int = 0
     checkpoint_pins: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
@@ -53,6 +58,8 @@ class RequestState:
         self.next_block = [0] * self.num_groups
         self.retry = [[] for _ in range(self.num_groups)]
         self.next_check = 0
+        self.scheduled = False
+        self.barred_tokens = 0
 
     def sync_hashes(self) -> None:
         """Append the hashes that the engine has computed since the last call."""

@@ -82,6 +82,7 @@ class SaveBook:
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
         self._flush: list[int] = []
+        self._spoil: list[int] = []
         self._overhang = 0
         self._saved = [i for i, g in enumerate(layout.groups) if g.cacheable and g.page_bytes]
         self.record_keys = False
@@ -110,19 +111,24 @@ class SaveBook:
 
         Its blocks are freed right after this call, so all new pins hold blocks alone.
         """
-        state.sync_hashes()
-        candidates = self._candidates(state, written, table)
-        pins_to_come = sum(c.blocks.size for c in candidates)
-        for group, first, block_ids in state.checkpoint_pins:
-            hashed = min(len(block_ids), state.chain.num_blocks(group) - first)
-            blocks = np.arange(first, first + max(hashed, 0), dtype=np.int64)
-            candidates.append(
-                _Candidate(state, group, blocks, np.asarray(block_ids[: blocks.size], np.int64), blocks.size)
-            )
         try:
+            state.sync_hashes()
+            candidates = self._candidates(state, written, table)
+            pins_to_come = sum(c.blocks.size for c in candidates)
+            self._move_checkpoint(state, written, table)
+            candidates += self._checkpoint_candidates(state)
             self._reserve(candidates, freed_next=True, pins_to_come=pins_to_come)
         finally:
             self.drop_checkpoint(state)
+
+    @staticmethod
+    def _checkpoint_candidates(state: RequestState) -> list[_Candidate]:
+        out = []
+        for group, first, block_ids in state.checkpoint_pins:
+            hashed = max(0, min(len(block_ids), state.chain.num_blocks(group) - first))
+            blocks = np.arange(first, first + hashed, dtype=np.int64)
+            out.append(_Candidate(state, group, blocks, np.asarray(block_ids[:hashed], np.int64), hashed))
+        return [c for c in out if c.blocks.size]
 
     def drop_checkpoint(self, state: RequestState) -> None:
         """Return the pins on a request's newest window."""
@@ -175,6 +181,33 @@ class SaveBook:
             self._meter.count("saved_pages", pages, group.name)
             self._meter.count("saved_bytes", pages * group.page_bytes * self._num_ranks, group.name)
 
+    def fail_all(self) -> None:
+        """Withdraw every save under way: what it reads has turned out to be wrong."""
+        for job in self._jobs.values():
+            job.failed = True
+
+    def give_up_slow(self, older_than: float, oldest: float) -> None:
+        """Return the pins of jobs that started before `oldest`, and, while pins hold more blocks
+        alone than they may, of those before `older_than`. Such a job fails when its copy ends."""
+        if not self._jobs or self._pins is None:
+            return
+        for job in list(self._jobs.values()):
+            if job.started >= older_than:
+                break  # jobs are in the order of their start
+            if not job.pinned or (job.started >= oldest and self._pins.exclusive() <= self._pins.cap):
+                continue
+            self._unpin(job)
+            if job.sent:
+                self._spoil.append(job.job_id)
+            else:
+                del self._jobs[job.job_id]
+                self._store.abort(job.ticket_id, self._owner)
+
+    def take_spoiled(self) -> tuple[int, ...]:
+        """Jobs whose sources were given away while the copy ran."""
+        spoil, self._spoil = tuple(self._spoil), []
+        return spoil
+
     def release_pins(self, states: Iterable[RequestState]) -> None:
         """Return all pins, for a cache reset. Copies under way are ended by the workers before the
         next forward pass could overwrite their sources; jobs not yet sent are dropped."""
@@ -205,7 +238,8 @@ class SaveBook:
         out = []
         for index in self._saved:
             group = self._layout.groups[index]
-            first = state.next_block[index]
+            barred = -(-state.barred_tokens // group.tokens_per_block)
+            first = max(state.next_block[index], barred)
             last = min(written // group.tokens_per_block, state.chain.num_blocks(index), len(table[index]))
             if last <= first and not state.retry[index]:
                 continue
@@ -219,7 +253,8 @@ class SaveBook:
                 boundaries=state.boundaries,
                 end_tokens=end,
             )
-            retried = np.asarray([i for i in state.retry[index] if i < last], dtype=np.int64)
+            retried = np.asarray([i for i in state.retry[index] if barred <= i < last], dtype=np.int64)
+            self._meter.count("saves_skipped", int((~wanted).sum()), "not_worth")
             blocks = np.concatenate([retried, fresh[wanted]])
             block_ids = np.asarray([table[index][i] for i in blocks], dtype=np.int64)
             held = block_ids != 0  # the null block is dropped together with its key
@@ -311,7 +346,6 @@ class SaveBook:
         boundary = written // self._layout.lattice_tokens * self._layout.lattice_tokens
         if boundary <= max(state.checkpoint, *state.boundaries, 0):
             return
-        self.drop_checkpoint(state)
         pins = []
         for index in self._saved:
             group = self._layout.groups[index]
@@ -319,14 +353,20 @@ class SaveBook:
                 continue
             lo, hi = checkpoint_range(group, boundary)
             block_ids = list(table[index][lo:hi])
-            if len(block_ids) < hi - lo or 0 in block_ids:
+            if (
+                len(block_ids) < hi - lo
+                or 0 in block_ids
+                or lo * group.tokens_per_block < state.barred_tokens
+            ):
                 return
             pins.append((index, lo, block_ids))
         overhang = self._overhang_of(pins)
-        if self._pins is None or self._overhang + overhang > self._pins.cap:
+        others = self._overhang - self._overhang_of(state.checkpoint_pins)
+        if self._pins is None or others + overhang > self._pins.cap:
             self._meter.count("saves_skipped", sum(len(ids) for _, _, ids in pins), "pin_cap")
             return
         self._pins.pin([i for _, _, block_ids in pins for i in block_ids])
+        self.drop_checkpoint(state)  # only now: the old one is better than none
         self._overhang += overhang
         state.checkpoint, state.checkpoint_pins = boundary, pins
 

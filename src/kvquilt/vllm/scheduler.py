@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvquilt.config import Options
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
+SLOW_SAVE_SECONDS = 1.0
+"""A save that takes longer may lose its sources if the engine needs the blocks."""
 
 
 class SchedulerSide:
@@ -102,6 +105,7 @@ class SchedulerSide:
         self._failed_load_logged = False
         self._broken = False
         self._levels_up = False
+        self._missed: list[tuple[bytes, set[str], set[str]]] = []
         self._started = clock()
         self.namespace = namespace
         self.start_lines = start_lines(layout, self.plan)
@@ -198,9 +202,10 @@ class SchedulerSide:
         tokens = local_tokens + external_tokens
         if found is not None and found.tokens != tokens:
             self._release(found)
-            found = None
+            limited_by, found = found.limited_by, None
             if tokens % self.layout.lattice_tokens == 0 and local_tokens >= 0:
                 found = self.store.lease_at(self.owner, state.chain, tokens, local_tokens=local_tokens)
+                found = found and replace(found, limited_by=limited_by)
         self.loads.start(state, found, local_tokens, blocks.blocks)
 
     def doom(self, request: Request, external_tokens: int) -> None:
@@ -217,7 +222,7 @@ class SchedulerSide:
             return
         self._forget(state)
         written = min(request.num_computed_tokens, request.num_tokens)
-        if self._broken or self.loads.is_loading(request.request_id):
+        if self._broken or not state.scheduled or self.loads.is_loading(request.request_id):
             written = 0
         self.saves.finish(state, written, block_ids)
         if written:
@@ -254,6 +259,10 @@ class SchedulerSide:
                 self.saves.drop_checkpoint(self._states[request_id])
                 self._states[request_id].loaded_tokens = 0
                 self._states[request_id].restart()
+        now = self.clock()
+        # An idle engine needs no blocks: there a late copy may still end well.
+        oldest = now - self.options.load_timeout_seconds if self._states else float("-inf")
+        self.saves.give_up_slow(now - SLOW_SAVE_SECONDS, oldest)
         if not self._broken:
             self.saves.plan(self._scheduled(output))
         return self.encode_step(idle=not output.num_scheduled_tokens)
@@ -268,6 +277,7 @@ class SchedulerSide:
                 saves=self.saves.take_messages(),
                 loads=self.loads.take_messages(),
                 flush=self.saves.take_flush(),
+                spoil=self.saves.take_spoiled(),
                 cancel=cancel,
                 refail=refail,
             )
@@ -282,6 +292,7 @@ class SchedulerSide:
             if state is None or block_state is None:
                 continue
             request = state.request
+            state.scheduled = True
             # Drafted tokens may be rejected; tokens that the request does not have yet are not hashed.
             written = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
 
@@ -292,9 +303,37 @@ class SchedulerSide:
 
     def on_output(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report; runs before the engine sees finished loads."""
-        meta = output.kv_connector_worker_meta
+        if output.invalid_block_ids:
+            # Another connector's synchronous load failed: this step read and wrote wrong KV.
+            self.saves.fail_all()
+            for state in self._states.values():
+                state.next_block = [0] * len(self.layout.groups)
+                state.next_check = 0
         errors: list[Exception] = []
-        for report in decode_reports(getattr(meta, "payload", b"")):
+        missed, self._missed = self._missed, []
+        for payload, finished, failed in missed:
+            errors += self._take_reports(payload)
+            self.loads.told(finished, failed)
+        errors += self._take_reports(_payload(output))
+        self.loads.filter_output(output)
+        if output.failed_recving and not self._failed_load_logged:
+            self._failed_load_logged = True
+            logger.warning(
+                "kvquilt: a load failed. It is recomputed, provided that the engine's kv_load_failure_policy "
+                "is 'recompute': kvquilt sets that by itself, but under MultiConnector it has to be set "
+                "beside the list of connectors"
+            )
+        if errors:
+            raise errors[0]
+
+    def miss_output(self, output: KVConnectorOutput) -> None:
+        """`on_output` failed: take this step's reports in with the next step's. Twice is harmless."""
+        finished, failed = set(output.finished_recving or ()), set(output.failed_recving)
+        self._missed.append((_payload(output), finished, failed))
+
+    def _take_reports(self, payload: bytes) -> list[Exception]:
+        errors: list[Exception] = []
+        for report in decode_reports(payload):
             if report.attached:
                 self._attach(report.rank)
             if report.error:
@@ -309,16 +348,7 @@ class SchedulerSide:
                         book.on_end(report.rank, end)
                     except Exception as error:  # noqa: BLE001 - the ends of other jobs must not be lost
                         errors.append(error)
-        self.loads.filter_output(output)
-        if output.failed_recving and not self._failed_load_logged:
-            self._failed_load_logged = True
-            logger.warning(
-                "kvquilt: a load failed. It is recomputed, provided that the engine's kv_load_failure_policy "
-                "is 'recompute': kvquilt sets that by itself, but under MultiConnector it has to be set "
-                "beside the list of connectors"
-            )
-        if errors:
-            raise errors[0]
+        return errors
 
     def _attach(self, rank: int) -> None:
         self._attached.add(rank)
@@ -340,21 +370,29 @@ class SchedulerSide:
         A rank that stays silent for twice the load time-out is no longer waited for.
         """
         since = self.clock() - 2 * self.options.load_timeout_seconds
-        if self._server is not None and self._started > since:
-            return True
+        if self._server is not None:
+            if self._started > since:
+                return True
+            logger.error("kvquilt: switched off: not all ranks have attached the pools in time")
+            self._broken = True
+            self._close_server()
         return bool(self.saves.under_way(newer_than=since) or self.loads.under_way(newer_than=since))
 
     def has_block_frees(self) -> bool:
         """Waiting beats preempting: blocks that only pins hold come back in a step or two."""
-        since = self.clock() - self.options.load_timeout_seconds
+        since = self.clock() - SLOW_SAVE_SECONDS
         return bool(
             self.pins is not None and self.saves.under_way(newer_than=since) and self.pins.exclusive()
         )
 
     def reset(self) -> None:
-        """Empty every tier; copies in flight land invisibly, loads in flight are reported failed."""
+        """Empty every tier; copies in flight land invisibly, loads in flight are reported failed.
+        What live requests have computed so far is not saved later either."""
         for state in self._states.values():
             self._forget(state)
+            self.saves.drop_checkpoint(state)
+            state.barred_tokens = state.request.num_computed_tokens
+        self._levels_up = True
         self.loads.cancel_all()
         self.store.reset()
 
@@ -394,6 +432,11 @@ class SchedulerSide:
         self.loads.close()
         self._close_server()
         self.store.close()
+
+
+def _payload(output: KVConnectorOutput) -> bytes:
+    payload: bytes = getattr(output.kv_connector_worker_meta, "payload", b"")
+    return payload
 
 
 def start_lines(layout: CacheLayout, plan: SlotPlan) -> list[str]:

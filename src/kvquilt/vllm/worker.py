@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["PageObserver", "WorkerSide"]
 
 logger = logging.getLogger(__name__)
-FLUSH_SECONDS = 2.0
+FLUSH_SECONDS = 0.25
 LINGER_SECONDS = 0.001
 """In a step that computes nothing the engine sleeps about as long itself."""
 _REMEMBERED = 4096
@@ -172,6 +172,7 @@ class WorkerSide:
         self._new_loads += plan.loads
         self._new_saves += plan.saves
         self._spoiled.update(plan.flush)
+        self._spoiled.update(plan.spoil)
         self._idle = plan.idle
         return plan
 
