@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,3 +42,12 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_logger() -> Iterator[None]:
+    """The connector takes over the engine's handlers and level; the next test is to see its own."""
+    yield
+    logger = logging.getLogger("kvquilt")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-__all__ = ["MAX_PINNED_SHARE", "MAX_STEP_SHARE", "PinBook"]
+__all__ = ["MAX_PINNED_SHARE", "MAX_STEP_SHARE", "MIN_PINNED_BLOCKS", "PinBook"]
 
 MAX_PINNED_SHARE = 0.02
 MAX_STEP_SHARE = 0.25
+MIN_PINNED_BLOCKS = 64
 
 
 class PinBook:
     """Takes and returns references on blocks, and knows which blocks only pins keep from the engine.
 
     A pin on a block that a live request holds costs the engine nothing; one on a block that
-    everyone else has freed does. So the cap is on the latter: at most 2 % of the pool. In a pool
-    so small that one step fills more, that step's blocks may be pinned, up to a quarter of the
-    pool: windows slide on before a copy can end, and what is not pinned by then is lost.
+    everyone else has freed does. So the cap is on the latter: 2 % of the pool, but at least what
+    one engine step fills and 64 blocks, as long as that is no more than a quarter of the pool:
+    windows slide on before a copy can end, and what is not pinned by then is lost.
 
     Used on the scheduler's thread only.
     """
@@ -31,7 +32,8 @@ class PinBook:
         self._pins: Counter[int] = Counter()
         size = pool.num_gpu_blocks
         one_step = min(blocks_per_step, int(size * MAX_STEP_SHARE))
-        self.cap = max(1, int(size * MAX_PINNED_SHARE), one_step)
+        few = min(MIN_PINNED_BLOCKS, int(size * MAX_STEP_SHARE))
+        self.cap = max(1, int(size * MAX_PINNED_SHARE), one_step, few)
 
     def __len__(self) -> int:
         return len(self._pins)

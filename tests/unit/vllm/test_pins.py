@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.block_pool import BlockPool
 
-from kvquilt.vllm.pins import MAX_PINNED_SHARE, MAX_STEP_SHARE, PinBook
+from kvquilt.vllm.pins import MAX_PINNED_SHARE, MAX_STEP_SHARE, MIN_PINNED_BLOCKS, PinBook
 
 
 def pool(size: int = 101) -> BlockPool:
@@ -87,9 +87,11 @@ def test_knows_when_only_pins_are_in_the_way() -> None:
     assert blocks.reset_prefix_cache()
 
 
-@pytest.mark.parametrize(("size", "per_step"), [(10, 0), (1000, 0), (1000, 15), (1000, 100), (1000, 10_000)])
+@pytest.mark.parametrize(
+    ("size", "per_step"), [(10, 0), (1000, 0), (1000, 15), (1000, 100), (1000, 10_000), (100_000, 50)]
+)
 def test_cap(size: int, per_step: int) -> None:
     cap = PinBook(pool(size), per_step).cap
-    share = int(size * MAX_PINNED_SHARE)
-    assert cap == max(1, share, min(per_step, int(size * MAX_STEP_SHARE)))
+    share, most = int(size * MAX_PINNED_SHARE), int(size * MAX_STEP_SHARE)
+    assert cap == max(1, share, min(per_step, most), min(MIN_PINNED_BLOCKS, most))
     assert 1 <= cap <= max(1, size * MAX_STEP_SHARE)
