@@ -276,10 +276,13 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
 def _share_engine_log() -> None:
     """Log where the engine logs, at its level: its logger does not serve other packages."""
     engine, ours = logging.getLogger("vllm"), logging.getLogger("kvquilt")
-    if not ours.handlers:
-        for handler in engine.handlers:
+    if ours.handlers:
+        return
+    reached = logging.getLogger().handlers  # by propagation: a line is to come once
+    for handler in engine.handlers:
+        if handler not in reached:
             ours.addHandler(handler)
-        ours.setLevel(engine.level)
+    ours.setLevel(engine.level)
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:
