@@ -47,7 +47,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(autouse=True)
 def _fresh_logger() -> Iterator[None]:
     """The connector takes over the engine's handlers and level; the next test is to see its own."""
+    engine = logging.getLogger("vllm")
+    level = engine.level  # the bench turns it down for its process
     yield
+    engine.setLevel(level)
     logger = logging.getLogger("kvquilt")
     logger.handlers.clear()
     logger.setLevel(logging.NOTSET)

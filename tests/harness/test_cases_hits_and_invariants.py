@@ -298,9 +298,9 @@ def test_33_a_postponed_save_whose_block_has_moved_on_is_dropped() -> None:
 
 def test_pins_that_alone_hold_blocks_are_capped() -> None:
     """At most the cap, and what one step has filled since it was looked at."""
-    with Quilt([full(16)], num_blocks=2_000, max_num_batched_tokens=64, pin_cap=None) as q:
+    with Quilt([full(16)], num_blocks=4_000, max_num_batched_tokens=64, pin_cap=None) as q:
         cap = q.side.pins.cap
-        assert cap == 40
+        assert cap == 80
         q.fault_at_next("silent", jobs=10_000)
         most = 0
         for seed in range(40):

@@ -194,7 +194,9 @@ def test_pools_out_of_reach_fail_all_jobs_and_are_told_once(tmp_path: Path) -> N
     rank.step(StepPlan(saves=(SaveJob(1, pages(1)),), loads=(load(2, "r"),)))
     rank.attach()
     told = rank.step(StepPlan(attach_path=rank.path, saves=(SaveJob(3, pages(1)),), loads=(load(4, "s"),)))
-    assert told == ({"s"}, {"s"})
+    # The attaching ends on a thread of its own: "r" is told in this step or in one before.
+    assert told[0] == told[1]
+    assert told[0] - {"r"} == {"s"}
     assert rank.ends("saves") == {1: False, 3: False}
     assert rank.ends("loads") == {2: False, 4: False}
     assert [bool(report.error) for report in rank.reports].count(True) == 1
