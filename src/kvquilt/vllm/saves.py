@@ -41,7 +41,7 @@ class _Candidate:
 
 @dataclass
 class _Job:
-    """A ticket whose copies are under way. unprotected: its sources are no longer pinned."""
+    """A ticket whose copies are under way. pinned: its sources, until they are given back."""
 
     job_id: int
     ticket_id: int

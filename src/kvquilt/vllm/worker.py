@@ -79,7 +79,7 @@ class WorkerSide:
         copier_factory: Callable[..., Copier] = make_copier,
     ) -> None:
         self._num_blocks = kv_cache_config.num_blocks
-        # Taken now: later the engine adds layers that share another layer's KV to its groups.
+        # Only layers that own KV: those that share another layer's come with `register` alone.
         self._layer_bytes = [layer_page_bytes(group) for group in kv_cache_config.kv_cache_groups]
         self._layout = layout
         self._arena_of = arena_indices(layout, partition)
