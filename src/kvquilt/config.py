@@ -29,7 +29,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     retain_generated: keep the KV of generated tokens (under "prompt_end" with a checkpoint at
         the end of the generation).
     checkpoint_interval: tokens between checkpoints that the split of `ram_bytes` assumes;
-        None: every block under "dense", 2,048 tokens under "prompt_end".
+        None: every block under "dense", 2,048 tokens under "prompt_end"; for recurrent groups what
+        the engine keeps (its `prefix_cache_retention_interval`; at 0, 2,048 tokens are assumed).
+    draft: "best_effort" takes a longer hit without the pages of a drafter's own groups, which
+        costs accepted drafts, never right output; "required" does not.
     namespace_salt: text that sets apart stores which would otherwise share a namespace.
     load_timeout_seconds: a load that takes longer is reported failed and recomputed.
     mode: "read_write", or "save_only", which never looks up.
@@ -41,6 +44,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     retain_slack: bool = True
     retain_generated: bool = True
     checkpoint_interval: int | None = None
+    draft: Literal["best_effort", "required"] = "best_effort"
     namespace_salt: str = ""
     load_timeout_seconds: float = 30.0
     mode: Literal["read_write", "save_only"] = "read_write"
@@ -56,6 +60,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.checkpoint_interval is not None or self.retention == "dense":
             return self.checkpoint_interval
         return DEFAULT_CHECKPOINT_INTERVAL
+
+    def planned_state_interval(self, engine_interval: int | None) -> int | None:
+        """The same for recurrent groups. engine_interval: as of the engine; 0: only where a prompt
+        ends or forks, None: every block."""
+        if self.checkpoint_interval is not None:
+            return self.checkpoint_interval
+        if engine_interval == 0 or (engine_interval is None and self.retention != "dense"):
+            return DEFAULT_CHECKPOINT_INTERVAL
+        return engine_interval
 
 
 def parse_options(raw: Mapping[str, Any]) -> Options:

@@ -65,9 +65,14 @@ def valid_at(group: CacheGroup, present: Presence, ends: IntArray, local_tokens:
         index = np.fromiter(present, dtype=np.int64) - base
         mask[index[(index >= 0) & (index < mask.size)]] = True
     mask[: max(0, local_tokens // group.tokens_per_block - base)] = True
+    return all_present(mask, lo - base, hi - base)
+
+
+def all_present(mask: BoolArray, lo: IntArray, hi: IntArray) -> BoolArray:
+    """For each i: is every entry of `mask` in [lo[i], hi[i]) True?"""
     count = np.zeros(mask.size + 1, dtype=np.int64)
     np.cumsum(mask, out=count[1:])
-    return np.asarray(count[hi - base] - count[lo - base] == hi - lo)
+    return np.asarray(count[hi] - count[lo] == hi - lo)
 
 
 def longest_hit(
@@ -100,28 +105,28 @@ def joint_hit(groups: list[CacheGroup], verdicts: list[BoolArray], ends: IntArra
     """Combine per-group validity at `ends` into the joint hit and the group that limits it."""
     if ends.size == 0:
         return Hit(0, None)
-    best = _last_true(_all(verdicts, ends.size))
+    if not verdicts:
+        return Hit(int(ends[-1]), None)
+    valid = np.array(verdicts, dtype=np.bool_)
+    against = len(verdicts) - np.count_nonzero(valid, axis=0)
+    best = _last_true(against == 0)
     tokens = int(ends[best]) if best >= 0 else 0
     if best == ends.size - 1:
         return Hit(tokens, None)
-    return Hit(tokens, groups[_limiting(verdicts, ends.size)].name)
+    return Hit(tokens, groups[_limiting(valid, against, best)].name)
 
 
-def _limiting(verdicts: list[BoolArray], size: int) -> int:
+def _limiting(valid: BoolArray, against: IntArray, best: int) -> int:
     """The group without which the hit would be longest; if no single one lengthens it, the one
-    whose own longest hit is shortest. The earlier group wins a tie."""
-    without = [_last_true(_all(verdicts[:g] + verdicts[g + 1 :], size)) for g in range(len(verdicts))]
-    own = [_last_true(v) for v in verdicts]
-    if max(without) > _last_true(_all(verdicts, size)):
-        return int(np.argmax(without))
-    return int(np.argmin(own))
+    whose own longest hit is shortest. The earlier group wins a tie.
 
-
-def _all(verdicts: list[BoolArray], size: int) -> BoolArray:
-    out = np.ones(size, dtype=np.bool_)
-    for verdict in verdicts:
-        out &= verdict
-    return out
+    valid: by group and boundary. against: how many groups are not valid at each boundary.
+    best: index of the longest boundary that is valid in all groups.
+    """
+    alone = np.flatnonzero(against == 1)
+    if alone.size and alone[-1] > best:
+        return int(np.argmin(valid[:, alone[-1]]))
+    return int(np.argmin([_last_true(verdict) for verdict in valid]))
 
 
 def _last_true(mask: BoolArray) -> int:

@@ -75,10 +75,12 @@ def plan_slots(
     num_ranks: int = 1,
     partition: Partition = "solved",
     slot_alignment: int = SLOT_ALIGNMENT,
+    state_interval: int | None = None,
 ) -> SlotPlan:
     """Split `budget_bytes` over the groups of `layout`.
 
     checkpoint_interval: tokens between the checkpoints that are kept; None keeps every block.
+    state_interval: the same for recurrent groups, if other than `checkpoint_interval`.
     num_ranks: ranks whose pages one slot holds. partition: "solved" gives each group slots of
     its own size; "shared_rows" makes every slot one row as wide as the widest group's.
 
@@ -94,11 +96,16 @@ def plan_slots(
     Raises SizingError for a bad argument, and for a budget that cannot hold one boundary, with
     the group that takes the most and the least budget that works.
     """
-    _check(budget_bytes, checkpoint_interval, num_ranks, partition, slot_alignment)
+    _check(budget_bytes, checkpoint_interval, state_interval, num_ranks, partition, slot_alignment)
     own = {g.name: _slot_bytes(g, num_ranks, slot_alignment) for g in layout.groups}
     row = max(own.values())
     sizes = own if partition == "solved" else {name: row if size else 0 for name, size in own.items()}
-    demands = [_demand(g, layout, checkpoint_interval, sizes[g.name]) for g in layout.groups if sizes[g.name]]
+    intervals = {"recurrent": state_interval or checkpoint_interval}
+    demands = [
+        _demand(g, layout, intervals.get(g.kind, checkpoint_interval), sizes[g.name])
+        for g in layout.groups
+        if sizes[g.name]
+    ]
     if not any(d.density for d in demands):
         raise SizingError("no cache group stores more bytes for more tokens: there is nothing to size")
     _check_least(demands, budget_bytes)
@@ -110,7 +117,7 @@ def plan_slots(
 def _slot_bytes(group: CacheGroup, num_ranks: int, alignment: int) -> int:
     if not group.cacheable:
         return 0
-    return -(-group.page_bytes * num_ranks // alignment) * alignment
+    return -(-group.slot_content_bytes(num_ranks) // alignment) * alignment
 
 
 def _demand(group: CacheGroup, layout: CacheLayout, interval: int | None, slot_bytes: int) -> _Demand:
@@ -174,11 +181,16 @@ def _bytes_for(demands: list[_Demand], tokens: int) -> int:
 
 
 def _check(
-    budget_bytes: int, interval: int | None, num_ranks: int, partition: str, slot_alignment: int
+    budget_bytes: int,
+    interval: int | None,
+    state_interval: int | None,
+    num_ranks: int,
+    partition: str,
+    slot_alignment: int,
 ) -> None:
     values = {"budget_bytes": budget_bytes, "num_ranks": num_ranks, "slot_alignment": slot_alignment}
-    if interval is not None:
-        values["checkpoint_interval"] = interval
+    intervals = {"checkpoint_interval": interval, "state_interval": state_interval}
+    values |= {name: value for name, value in intervals.items() if value is not None}
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise SizingError(f"{name}={value!r}: must be a positive integer")

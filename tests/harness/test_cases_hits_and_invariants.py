@@ -441,22 +441,44 @@ def test_a_worker_that_cannot_attach_the_pools_switches_the_tier_off() -> None:
         q.check_end()
 
 
-def test_6_a_group_whose_layers_have_unequal_specs_is_refused_at_start() -> None:
-    """Invariant 6: the scheduler's view of such a group shows one layer's pages only, so it is never
-    half-served."""
+@pytest.mark.parametrize("head_sizes", [(8, 8, 16), (8, 16, 24)])
+@pytest.mark.parametrize("outermost", ["LBHNC", "BLHNC"])
+def test_6_workers_and_scheduler_see_the_same_group_of_unequal_layers(
+    head_sizes: tuple[int, ...], outermost: str
+) -> None:
+    """Invariant 6: workers know each layer's spec, the scheduler that of the first layer alone."""
     import copy
 
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+    import torch
+    from vllm.v1.core.kv_cache_utils import (
+        generate_scheduler_kv_cache_config,
+        get_kv_cache_config_from_groups,
+    )
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
-    from kvquilt.vllm.layout import engine_layout
+    from kvquilt.vllm.layout import engine_layout, layer_page_bytes
 
-    with Quilt(FULL_AND_SLIDING) as q:
-        config = copy.deepcopy(q.h.config.kv_cache)
-        group = config.kv_cache_groups[0]
-        specs = dict.fromkeys(group.layer_names, group.kv_cache_spec)
-        group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)
-        with pytest.raises(LayoutError, match=r"UniformTypeKVCacheSpecs .* not served yet"):
-            engine_layout(config, q.h.config.vllm)
+    with Quilt([full(32)]) as q:
+        vllm_config = copy.deepcopy(q.h.config.vllm)
+        vllm_config.cache_config.kv_cache_layout = outermost
+        specs = {
+            f"model.layers.{i}.attn": FullAttentionSpec(
+                block_size=32, num_kv_heads=1, head_size=size, dtype=torch.float32
+            )
+            for i, size in enumerate(head_sizes)
+        }
+        uniform = UniformTypeKVCacheSpecs.from_specs(specs)
+        assert uniform is not None
+        group = KVCacheGroupSpec(list(specs), uniform)
+        worker = get_kv_cache_config_from_groups(vllm_config, [group], available_memory=0)
+        worker.hash_block_size = 32
+        scheduler = generate_scheduler_kv_cache_config([worker])
+        assert not isinstance(scheduler.kv_cache_groups[0].kv_cache_spec, UniformTypeKVCacheSpecs)
+
+        layout = engine_layout(scheduler, vllm_config)
+        assert layout == engine_layout(worker, vllm_config)
+        assert layout.groups[0].page_bytes == 32 * 2 * 4 * sum(head_sizes)
+        assert layout.groups[0].page_bytes == sum(layer_page_bytes(group).values())
 
 
 def test_b17_a_page_is_found_whatever_the_engine_holds_itself() -> None:

@@ -26,7 +26,9 @@ from hypothesis.stateful import (
 )
 
 from harness.connector_support import LAYOUTS, Quilt, tokens
+from harness.sibling_connector import SIBLING, ClaimingSibling, Wishes
 from kvquilt.testing.faults import CopyPlan, MethodFault, full_store
+from kvquilt.vllm.scheduler import SchedulerSide
 
 MORE = int(os.environ.get("KVQUILT_STRESS", "1"))
 """How many times the usual number of examples and requests to try."""
@@ -47,6 +49,9 @@ COPY_FAULTS: list[dict[str, float]] = [
 SCHEDULER_SIDE = (
     "match",
     "allocated",
+    "doom",
+    "on_output",
+    "miss_output",
     "build_step",
     "finished",
     "has_push_work",
@@ -63,6 +68,7 @@ BEFORE_ONLY = {
     "lease_at",
     "load",
     "lookup",
+    "miss_output",
     "pin",
     "poll",
     "report",
@@ -84,12 +90,19 @@ def fail_to_commit(real: Any, ticket_id: int, owner: str, *, failed: bool = Fals
     real(ticket_id, owner, failed=True)
 
 
+def fail_to_bind(real: Any, *args: Any) -> None:
+    """The connector never learns of the engine's cache manager: it must do without saving or loading."""
+    raise Injected
+
+
 def fault_targets(quilt: Quilt) -> list[tuple[Any, str]]:
     out: list[tuple[Any, str]] = [(quilt.side, name) for name in SCHEDULER_SIDE]
     for worker in quilt.workers:
         out += [(worker.worker_side, name) for name in WORKER_SIDE]
         out += [(worker.worker_side.copier, name) for name in ("save", "load", "poll")]
-    return out + [(quilt.store, name) for name in STORE] + [(quilt.side.pins, "pin")]
+    out += [(quilt.side.loads, name) for name in ("filter_output", "told")]
+    out += [(quilt.store, name) for name in STORE]
+    return out + ([(quilt.side.pins, "pin")] if quilt.side.pins is not None else [])
 
 
 def blocks_of_longest(name: str) -> int:
@@ -101,7 +114,20 @@ def make(draw: random.Random, name: str) -> Quilt:
     """An engine with everything chosen by `draw`."""
     ranks = draw.choice([1, 1, 2])
     rates = draw.choice(COPY_FAULTS)
-    late = {draw.randrange(ranks): draw.randrange(1, 4)} if draw.random() < 0.25 else None
+    late = dict.fromkeys(range(ranks), 0)
+    if draw.random() < 0.25:
+        late[draw.randrange(ranks)] = draw.randrange(1, 4)
+    multi = draw.choice([False] * 8 + [True, [SIBLING], [SIBLING]])
+    bind = contextlib.ExitStack()
+    if draw.random() < 0.03:
+        bind.enter_context(MethodFault(SchedulerSide, "bind", instead=fail_to_bind))
+    with bind:
+        return new_quilt(draw, name, ranks, rates, late, multi)
+
+
+def new_quilt(
+    draw: random.Random, name: str, ranks: int, rates: Any, late: dict[int, int | None], multi: Any
+) -> Quilt:
     return Quilt(
         LAYOUTS[name],
         copies=[CopyPlan(seed=draw.randrange(1 << 30), rates=rates) for _ in range(ranks)],
@@ -124,7 +150,8 @@ def make(draw: random.Random, name: str) -> Quilt:
         async_scheduling=draw.random() < 0.4,
         runner=draw.choice(["v1", "v1-deferred", "v2"]),
         num_ranks=ranks,
-        multi=draw.random() < 0.1,
+        multi=multi is not False,
+        multi_connector=multi,
         load_failure_policy="recompute",
     )
 
@@ -151,8 +178,16 @@ class Traffic:
         if self.live:
             self.quilt.h.preempt(self.live[which % len(self.live)].id)
 
-    def reset(self, connector: bool) -> None:
-        self.quilt.h.reset_prefix_cache(reset_connector=connector)
+    def reset(self, connector: bool, running: bool = False) -> None:
+        self.quilt.h.reset_prefix_cache(reset_connector=connector, reset_running_requests=running)
+
+    def silence(self, rank: int) -> None:
+        """From now on, until the next drain, one rank's connector says nothing at all."""
+        self.quilt.late[rank % len(self.quilt.late)].silence()
+
+    def claim(self, claims: bool) -> None:
+        """Another connector beside ours claims all prompts from now on, or stops; its loads fail."""
+        ClaimingSibling.wishes = Wishes(claim=claims, end=True, fail=True)
 
     def step(self, times: int) -> None:
         for _ in range(times):
@@ -179,9 +214,20 @@ class Traffic:
 
     def drain(self) -> None:
         self.calm()
+        self.claim(False)
+        if any(late.silent for late in self.quilt.late.values()):
+            # Nobody but those who wait for a load of that rank may wait for it.
+            self.quilt.run_until(self._only_loads_left)
+            for late in self.quilt.late.values():
+                if late.silent:
+                    late.heal()
         self.quilt.run()
         assert all(record.finish_reason for record in self.live)
         self.live = []
+
+    def _only_loads_left(self) -> bool:
+        requests = self.quilt.h.scheduler.requests.values()
+        return all(r.status.name == "WAITING_FOR_REMOTE_KVS" or r.is_finished() for r in requests)
 
     def end(self) -> None:
         self.quilt.heal()
@@ -230,9 +276,18 @@ class EngineMachine(RuleBasedStateMachine):
     def preempt(self, which: int) -> None:
         self.now.preempt(which)
 
-    @rule(connector=st.booleans())
-    def reset(self, connector: bool) -> None:
-        self.now.reset(connector)
+    @rule(connector=st.booleans(), running=st.booleans())
+    def reset(self, connector: bool, running: bool) -> None:
+        self.now.reset(connector, running)
+
+    @rule(rank=st.integers(0, 1), times=st.integers(1, 8))
+    def silence(self, rank: int, times: int) -> None:
+        self.now.silence(rank)
+        self.now.step(times)
+
+    @rule(claims=st.booleans())
+    def claim(self, claims: bool) -> None:
+        self.now.claim(claims)
 
     @rule(
         which=st.integers(0, 60),
@@ -302,7 +357,13 @@ def random_traffic(seed: int, num_requests: int) -> dict[str, float]:
             elif act < 0.44:
                 traffic.preempt(draw.randrange(10))
             elif act < 0.47:
-                traffic.reset(draw.random() < 0.4)
+                traffic.reset(draw.random() < 0.4, draw.random() < 0.3)
+            elif act < 0.475:
+                traffic.silence(draw.randrange(2))
+                traffic.step(draw.randrange(1, 8))
+                traffic.drain()
+            elif act < 0.48:
+                traffic.claim(draw.random() < 0.5)
             elif act < 0.50:
                 traffic.inject(
                     draw.randrange(61), draw.choice([0.3, 1.0]), draw.random() < 0.5, draw.randrange(99)

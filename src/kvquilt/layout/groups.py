@@ -31,6 +31,7 @@ class CacheGroup:
     extra_tokens: sliding groups: tokens that the engine retains beyond the window.
     draft: an engine "eagle" group: the block that starts at a boundary must be present too.
     cacheable: False for groups that take no part in hits (kind "scratch" never does).
+    replicated: every rank holds the same bytes (latent KV), so a slot holds them once.
     layers: names of the layers, in the engine's order.
 
     >>> CacheGroup("win", kind="sliding", tokens_per_block=16, window=32, page_bytes=4096).dense
@@ -49,6 +50,7 @@ class CacheGroup:
     draft: bool = False
     cacheable: bool = True
     layers: tuple[str, ...] = ()
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -75,6 +77,10 @@ class CacheGroup:
         """True if every block before a boundary is needed at it."""
         return self.kind == "full"
 
+    def slot_content_bytes(self, num_ranks: int) -> int:
+        """Bytes of one block over all local ranks: what a slot has to hold."""
+        return self.page_bytes * (1 if self.replicated else num_ranks)
+
     def _check_int(self, field: str, low: int) -> None:
         value = getattr(self, field)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -87,6 +93,7 @@ class CacheGroup:
 
 
 Boundaries = int | NDArray[np.int64]
+_SCALARS = (int, np.integer)
 
 
 def first_needed_token(group: CacheGroup, tokens: int) -> int:
@@ -109,7 +116,7 @@ def needed_blocks(group: CacheGroup, tokens: Boundaries) -> tuple[Boundaries, Bo
     never restored. Groups that are not cacheable need nothing.
     """
     # A single boundary stays a Python integer: look-ups ask for one per group, and arrays cost more.
-    single = isinstance(tokens, int | np.integer)
+    single = isinstance(tokens, _SCALARS)
     boundary: Any = int(tokens) if single else np.asarray(tokens, dtype=np.int64)
     least, most = (min, max) if single else (np.minimum, np.maximum)
     if not group.cacheable:

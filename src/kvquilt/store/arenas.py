@@ -81,7 +81,7 @@ def _check_group(group: CacheGroup, plan: SlotPlanLike, num_ranks: int) -> None:
     slots, stride = plan.slots.get(group.name, 0), plan.slot_bytes.get(group.name, 0)
     if slots < 1:
         raise SizingError(f"cache group {group.name!r}: the plan has {slots} slots, at least one is needed")
-    if stride < group.page_bytes * num_ranks:
+    if stride < group.slot_content_bytes(num_ranks):
         raise SizingError(
             f"cache group {group.name!r}: slots of {stride} bytes can't hold {num_ranks} pages "
             f"of {group.page_bytes} bytes"

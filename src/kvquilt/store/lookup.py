@@ -1,19 +1,19 @@
 """The longest boundary that the visible pages of a chain can serve, and the slots to load.
 
 Dense groups are probed first, each up to its first hole; the others only up to the dense hit:
-first at that boundary alone, which is the common case; if that fails, through `hits.valid_at`
-and `hits.joint_hit` over a stretch of boundaries below it, and over longer ones until one holds.
+first at that boundary alone, which is the common case; if that fails, through `hits.joint_hit`
+over a stretch of boundaries below it, and over longer ones until one holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvquilt.hits import joint_hit, num_probed_blocks, valid_at
+from kvquilt.hits import all_present, joint_hit, num_probed_blocks
 from kvquilt.layout import CacheLayout, needed_blocks
 from kvquilt.store.chain import Chain
 from kvquilt.store.index import GroupIndex
@@ -29,28 +29,29 @@ _FIRST_STRETCH = 128
 class Part:
     """What the boundary needs of one group: blocks lo.., of which the engine holds those before `first`.
 
-    slots: of blocks first, first + 1, ...; the last `peek` of them (0 or 1) are required, not loaded.
+    slots: of blocks first, first + 1, ..., the peek block of a draft group included, which is
+    required. loaded: those to load, so without the peek block.
     """
 
     view: GroupIndex
     lo: int
     first: int
     slots: IntArray
-    peek: int
+    loaded: IntArray = field(init=False)
 
-    @property
-    def loaded(self) -> IntArray:
-        """The slots to load: without the peek block."""
-        return self.slots[: max(0, self.slots.size - self.peek)]
+    def __post_init__(self) -> None:
+        loaded = self.slots[:-1] if self.view.group.draft else self.slots
+        object.__setattr__(self, "loaded", loaded)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Resolution:
-    """The boundary, the group that limits it, and a part per group."""
+    """The boundary, the group that limits it, a part per group, and how far the dense groups reach."""
 
     tokens: int
     limited_by: str | None
     parts: tuple[Part, ...]
+    dense_tokens: int = 0
 
 
 def needed_range(view: GroupIndex, tokens: int) -> tuple[int, int]:
@@ -81,12 +82,12 @@ def resolve(
     others = [view for view in asked if not view.group.dense]
     parts = _parts(others, chain, reach, local_tokens)
     if parts is not None:
-        return Resolution(reach, limiting, _in_order(dense, parts, reach))
+        return Resolution(reach, limiting, _in_order(dense, parts, reach), reach)
     tokens, limiting = _search(layout, others, chain, reach, local_tokens)
     parts = _parts(others, chain, tokens, local_tokens) if tokens else []
     if parts is None:  # resolve and probe hold one lock: what was present is present
         raise AssertionError(f"pages of a valid boundary at {tokens} tokens are missing")
-    return Resolution(tokens, limiting, _in_order(dense, parts, tokens) if tokens else ())
+    return Resolution(tokens, limiting, _in_order(dense, parts, tokens) if tokens else (), reach)
 
 
 def _search(
@@ -102,10 +103,7 @@ def _search(
     size = _FIRST_STRETCH
     while True:
         stretch = np.arange(max(step, reach - (size - 1) * step), reach + 1, step, dtype=np.int64)
-        verdicts = [
-            valid_at(v.group, _presence(v, chain, stretch, local_tokens), stretch, local_tokens)
-            for v in views
-        ]
+        verdicts = [_valid(view, chain, stretch, local_tokens) for view in views]
         hit = joint_hit(groups, verdicts, stretch)
         if hit.tokens or stretch[0] == step:
             return hit.tokens, hit.limited_by
@@ -138,7 +136,7 @@ def _dense_reach(
         own = max(0, blocks) * view.group.tokens_per_block // layout.lattice_tokens * layout.lattice_tokens
         if own < reach:
             reach, limiting = own, view.group.name
-    parts = [Part(view, 0, first, slots, int(view.group.draft)) for view, first, slots in found]
+    parts = [Part(view, 0, first, slots) for view, first, slots in found]
     return reach, parts, limiting
 
 
@@ -151,18 +149,19 @@ def _parts(views: Sequence[GroupIndex], chain: Chain, tokens: int, local_tokens:
         slots, count = view.probe(chain, first, end)
         if count < end - first:
             return None
-        parts.append(Part(view, lo, first, slots, int(view.group.draft)))
+        parts.append(Part(view, lo, first, slots))
     return parts
 
 
-def _presence(view: GroupIndex, chain: Chain, ends: IntArray, local_tokens: int) -> NDArray[np.bool_]:
-    """Visible blocks that can matter for these boundaries, by block index."""
-    lo = needed_range(view, int(ends[0]))[0]
-    last = num_probed_blocks(view.group, int(ends[-1]))
-    first = min(max(lo, local_tokens // view.group.tokens_per_block), last)
-    present = np.zeros(last, dtype=np.bool_)
-    present[first:] = view.probe(chain, first, last)[0] >= 0
-    return present
+def _valid(view: GroupIndex, chain: Chain, ends: IntArray, local_tokens: int) -> NDArray[np.bool_]:
+    """`hits.valid_at` over what is visible; ends: ascending."""
+    lo, hi = needed_blocks(view.group, ends)
+    hi = hi + int(view.group.draft)
+    base, last = int(lo[0]), int(hi[-1])
+    first = min(max(base, local_tokens // view.group.tokens_per_block), last)
+    present = np.ones(last - base, dtype=np.bool_)
+    np.greater_equal(view.probe(chain, first, last)[0], 0, out=present[first - base :])
+    return all_present(present, lo - base, hi - base)
 
 
 def _in_order(dense: Sequence[Part], others: Sequence[Part], tokens: int) -> tuple[Part, ...]:
@@ -171,5 +170,5 @@ def _in_order(dense: Sequence[Part], others: Sequence[Part], tokens: int) -> tup
     for part in dense:
         lo, end = needed_range(part.view, tokens)
         first = min(part.first, end)
-        cut.append(Part(part.view, lo, first, part.slots[: end - first], part.peek))
+        cut.append(Part(part.view, lo, first, part.slots[: end - first]))
     return tuple(sorted((*cut, *others), key=lambda part: part.view.index))

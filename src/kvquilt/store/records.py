@@ -65,12 +65,14 @@ class Found:
     tokens: the boundary, the engine's own tokens included. limited_by: the group that kept it
     from being longer, None if the prompt did. lease_id: None if there is nothing to load.
     pages: what to load, of every group that needs something, in group order.
+    dense_tokens: the boundary that the dense groups alone could serve; 0 where one was given.
     """
 
     tokens: int
     limited_by: str | None
     lease_id: int | None
     pages: tuple[PageRange, ...]
+    dense_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -277,7 +277,7 @@ class Store:
     def _lease(self, owner: str, chain: Chain, found: Resolution) -> Found:
         """Touch what the boundary needs and lease what the engine lacks."""
         if found.tokens == 0:
-            return Found(0, found.limited_by, None, ())
+            return Found(0, found.limited_by, None, (), found.dense_tokens)
         loaded = [part for part in found.parts if part.loaded.size]
         pages = tuple(PageRange(part.view.index, part.first, part.loaded) for part in loaded)
         held = tuple((part.view.slots, part.loaded) for part in loaded)
@@ -293,7 +293,7 @@ class Store:
             for part in counted:
                 kernels.unpin(part.view.slots, part.loaded)
             raise
-        return Found(found.tokens, found.limited_by, lease_id, pages)
+        return Found(found.tokens, found.limited_by, lease_id, pages, found.dense_tokens)
 
     def _abort(self, ticket: PendingTicket) -> None:
         for part in ticket.reserved:

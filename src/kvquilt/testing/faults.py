@@ -116,6 +116,15 @@ class LateWorker:
         connector.get_transfer_results = self.get_transfer_results
         connector.build_connector_worker_meta = self.build_connector_worker_meta
 
+    def silence(self) -> None:
+        """Hold everything back until `heal`."""
+        self._steps = None
+
+    @property
+    def silent(self) -> bool:
+        """Is everything held back?"""
+        return self._steps is None
+
     def heal(self) -> None:
         """Hold nothing back any more; what was held comes with the next step."""
         self._steps = 0

@@ -133,6 +133,7 @@ class GroupPages:
 
     page_bytes: bytes of one block over all layers. Pass what the layout says: a difference is
     an error here, before anything is copied. Left out, it is the sum over the layers.
+    replicated: all ranks hold the same bytes, so a slot holds one page, which all of them read.
 
     Raises TransferError if the sizes differ or the layers differ in their number of blocks.
     """
@@ -140,6 +141,7 @@ class GroupPages:
     name: str
     layers: tuple[LayerPages, ...]
     page_bytes: int = UNCHECKED
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

@@ -81,7 +81,7 @@ class PagePlan:
             runs = group.fragment_runs() if group else []
             pieces += runs
             sizes = [size for _, _, size in runs]
-            base = self.rank * (group.page_bytes if group else 0)
+            base = self.rank * group.page_bytes if group and not group.replicated else 0
             offsets += [base + before for before in np.cumsum([0, *sizes])[:-1].tolist()]
             first.append(len(pieces))
         table = np.array(pieces, dtype=np.int64).reshape(-1, 3)
@@ -102,10 +102,11 @@ class PagePlan:
             index = int(self.arena_of[g])
             if not 0 <= index < len(arenas):
                 raise TransferError(f"cache group {group.name!r}: arena {index} of {len(arenas)} arenas")
-            need, arena = group.page_bytes * self.num_ranks, arenas[index]
+            pages = 1 if group.replicated else self.num_ranks
+            need, arena = group.page_bytes * pages, arenas[index]
             if need > arena.slot_stride:
                 raise TransferError(
-                    f"cache group {group.name!r}: {self.num_ranks} pages of {group.page_bytes} bytes do not "
+                    f"cache group {group.name!r}: {pages} pages of {group.page_bytes} bytes do not "
                     f"fit in slots of {arena.slot_stride} bytes"
                 )
             self.tables.arena_address[g] = arena.address

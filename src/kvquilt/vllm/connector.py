@@ -19,7 +19,7 @@ from vllm.v1.metrics.stats import CacheHitSource
 from kvquilt.config import parse_options
 from kvquilt.errors import ConfigError
 from kvquilt.vllm.guard import guarded
-from kvquilt.vllm.layout import engine_layout
+from kvquilt.vllm.layout import engine_groups
 from kvquilt.vllm.lookups import LookupRecord
 from kvquilt.vllm.metadata import StepMetadata, StepPlan, WorkerMetadata, encode_plan
 from kvquilt.vllm.metrics import KVQuiltPromMetrics, KVQuiltStats
@@ -70,7 +70,9 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._last_metadata: StepMetadata | None = None
-        layout = engine_layout(kv_cache_config, vllm_config)
+        self._undoomed: list[tuple[Request, int]] = []
+        groups = engine_groups(kv_cache_config, vllm_config)
+        layout = groups.layout
         parallel = vllm_config.parallel_config
         if role == KVConnectorRole.SCHEDULER:
             # The scheduler reads it right after it has constructed us; a failed load must be
@@ -79,7 +81,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
             namespace = engine_namespace(vllm_config, kv_cache_config, layout, salt=options.namespace_salt)
             self._scheduler_side = SchedulerSide(
                 options,
-                layout,
+                groups,
                 num_ranks=parallel.world_size,
                 tokens_per_step=vllm_config.scheduler_config.max_num_batched_tokens,
                 engine_caches=bool(vllm_config.cache_config.enable_prefix_caching),
@@ -112,7 +114,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
 
     def lookups(self, count: int = 10) -> list[LookupRecord]:
         """The last look-ups, with why each hit had its length."""
-        return self.scheduler_side.lookups.last(count)
+        return self.scheduler_side.finder.ring.last(count)
 
     def on_hook_error(self, hook: str, error: Exception) -> bool:
         """Count an error inside a hook; True if it is the first of its kind."""
@@ -123,6 +125,11 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
         return self._hook_errors[cause] == 1
 
     # ---- scheduler side ----
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """May the engine offer what its full-attention groups hold beyond its recurrent states?"""
+        return self._scheduler_side is not None and self._scheduler_side.divergent.may_run_ahead
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -140,14 +147,24 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         return self.scheduler_side.match(request, num_computed_tokens)
 
-    @guarded(lambda self, request, blocks, tokens: self.scheduler_side.doom(request, tokens))
+    @guarded(lambda self, request, blocks, tokens: self._doom(request, tokens))
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
+    def _doom(self, request: Request, num_external_tokens: int) -> None:
+        try:
+            self.scheduler_side.doom(request, num_external_tokens)
+        except Exception as error:  # noqa: BLE001 - the engine waits for this load until we say that it failed
+            self.on_hook_error("doom", error)
+            self._undoomed.append((request, num_external_tokens))
+
     @guarded(lambda self, output: StepMetadata(self._plan_without_saves()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        undoomed, self._undoomed = self._undoomed, []
+        for request, num_external_tokens in undoomed:
+            self._doom(request, num_external_tokens)
         return StepMetadata(self.scheduler_side.build_step(scheduler_output))
 
     def _plan_without_saves(self) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,49 @@ class _Load:
     reason: str = ""
     cancelled: bool = False
     message: LoadJob | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pages:
+    """What a load writes: entry i is `engine_block[i]` of `group[i]`, from `slot[i]`; `block[i]` is its
+    index in the prompt. The zero_* arrays name blocks to fill with zeros."""
+
+    group: NDArray[np.int32]
+    block: IntArray
+    engine_block: IntArray
+    slot: IntArray
+    zero_group: NDArray[np.int32]
+    zero_block: IntArray
+
+    @classmethod
+    def of(
+        cls,
+        loaded: Sequence[tuple[int, IntArray, IntArray, IntArray]],
+        zeroed: Sequence[tuple[int, IntArray]],
+    ) -> _Pages:
+        """From (group, blocks, engine blocks, slots) and (group, engine blocks) of each group."""
+
+        def joined(parts: Sequence[IntArray]) -> IntArray:
+            whole: IntArray = np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
+            return whole
+
+        def groups(parts: Sequence[tuple[int, IntArray]]) -> NDArray[np.int32]:
+            return joined([np.full(ids.size, group) for group, ids in parts]).astype(np.int32)
+
+        return cls(
+            group=groups([(part[0], part[1]) for part in loaded]),
+            block=joined([part[1] for part in loaded]),
+            engine_block=joined([part[2] for part in loaded]),
+            slot=joined([part[3] for part in loaded]),
+            zero_group=groups(zeroed),
+            zero_block=joined([ids for _, ids in zeroed]),
+        )
+
+    def zeroes(self) -> CopyList | None:
+        """The blocks to fill with zeros as a message, None if there are none."""
+        if not self.zero_block.size:
+            return None
+        return CopyList.of(self.zero_group, self.zero_block, np.zeros_like(self.zero_block))
 
 
 class LoadBook:
@@ -113,26 +156,29 @@ class LoadBook:
         found: Found | None,
         local_tokens: int,
         tables: Sequence[Sequence[KVCacheBlock]],
+        without: Collection[str] = (),
     ) -> None:
         """Load `found` into the request's blocks, or doom the load if that cannot be right.
 
+        without: groups that the hit does without; their blocks are filled with zeros.
         The engine waits for the request from here on, so whatever is wrong is reported to it.
         """
         try:
             if found is None or found.lease_id is None:
                 raise TransferError("what the engine took is no boundary that every group can resume from")
             leased = self._store.pages(found.lease_id, self._owner)
-            groups, blocks, ids, slots = self._destinations(leased, found.tokens, local_tokens, tables)
+            pages = self._destinations(leased, found.tokens, local_tokens, tables, without)
         except Exception as error:  # noqa: BLE001 - the lease goes back, the engine is told
             self._doom(state, found, str(error))
             return
         keys = b""
         if self.record_keys:
             keys = b"".join(
-                state.chain.keys(int(g))[int(b)].tobytes() for g, b in zip(groups, blocks, strict=True)
+                state.chain.keys(int(g))[int(b)].tobytes()
+                for g, b in zip(pages.group, pages.block, strict=True)
             )
         try:
-            self._add(state, found, local_tokens, CopyList.of(groups, ids, slots, keys), ids, groups)
+            self._add(state, found, local_tokens, pages, keys)
         except Exception as error:  # noqa: BLE001 - the same
             self._doom(state, found, str(error))
 
@@ -223,7 +269,7 @@ class LoadBook:
         for index in np.flatnonzero(load.pages_of_group):
             group, pages = self._layout.groups[index], int(load.pages_of_group[index])
             self._meter.count("loaded_pages", pages, group.name)
-            self._meter.count("loaded_bytes", pages * group.page_bytes * self._num_ranks, group.name)
+            self._meter.count("loaded_bytes", pages * group.slot_content_bytes(self._num_ranks), group.name)
 
     def _give_back(self, load: _Load) -> None:
         if load.pinned and self._pins is not None:
@@ -236,9 +282,7 @@ class LoadBook:
     def _doom(self, state: RequestState, found: Found | None, why: str) -> None:
         if found is not None and found.lease_id is not None:
             self._store.release(found.lease_id, self._owner)
-        empty = np.empty(0, dtype=np.int64)
-        pages = CopyList.of(empty.astype(np.int32), empty, empty)
-        self._add(state, None, 0, pages, empty, empty).reason = "refused"
+        self._add(state, None, 0, _Pages.of([], [])).reason = "refused"
         logger.warning("kvquilt: request %s is recomputed: %s", state.request.request_id, why)
 
     def _add(
@@ -246,11 +290,10 @@ class LoadBook:
         state: RequestState,
         found: Found | None,
         local_tokens: int,
-        pages: CopyList,
-        ids: IntArray,
-        groups: NDArray[np.integer],
+        pages: _Pages,
+        keys: bytes = b"",
     ) -> _Load:
-        pinned: list[int] = ids.tolist()
+        pinned: list[int] = [*pages.engine_block.tolist(), *pages.zero_block.tolist()]
         if pinned and self._pins is not None:
             self._pins.pin(pinned)
         tokens = found.tokens if found is not None else 0
@@ -264,14 +307,15 @@ class LoadBook:
             key=state.chain.hash_at(tokens) if tokens else b"",
             pinned=pinned,
             ranks_left=set(range(self._num_ranks)),
-            pages_of_group=np.bincount(groups, minlength=len(self._layout.groups)),
+            pages_of_group=np.bincount(pages.group, minlength=len(self._layout.groups)),
             started=self._clock(),
             message=LoadJob(
                 self._next_job,
                 state.request.request_id,
-                pages,
+                CopyList.of(pages.group, pages.engine_block, pages.slot, keys),
                 self._timeout,
                 doomed=found is None,
+                zero=pages.zeroes(),
             ),
         )
         self._next_job += 1
@@ -285,12 +329,14 @@ class LoadBook:
         tokens: int,
         local_tokens: int,
         tables: Sequence[Sequence[KVCacheBlock]],
-    ) -> tuple[NDArray[np.int32], IntArray, IntArray, IntArray]:
-        """(group, block, engine block id, slot) of every page to load.
+        without: Collection[str],
+    ) -> _Pages:
+        """Every page to load, and every block to fill with zeros.
 
         Raises TransferError if the engine's tables and what the boundary needs do not agree.
         """
-        groups, blocks, ids, slots = [], [], [], []
+        loaded: list[tuple[int, IntArray, IntArray, IntArray]] = []
+        zeroed: list[tuple[int, IntArray]] = []
         ranges = {page.group: page for page in leased}
         for index, group in enumerate(self._layout.groups):
             if not group.cacheable or not group.page_bytes:
@@ -301,22 +347,23 @@ class LoadBook:
             page = ranges.get(index)
             if hi <= lo:
                 continue
-            if page is None or page.first_block != lo or page.slots.size != hi - lo:
-                raise TransferError(
-                    f"cache group {group.name!r}: the lease does not cover blocks {lo}..{hi - 1}"
-                )
             row = tables[index][lo:hi]
             if len(row) != hi - lo or any(b.is_null or b.block_hash is not None for b in row):
                 raise TransferError(
                     f"cache group {group.name!r}: no fresh engine block for each of blocks {lo}..{hi - 1}"
                 )
-            groups.append(np.full(hi - lo, index, dtype=np.int32))
-            blocks.append(np.arange(lo, hi, dtype=np.int64))
-            ids.append(np.fromiter((b.block_id for b in row), dtype=np.int64, count=hi - lo))
-            slots.append(np.asarray(page.slots, dtype=np.int64))
-        if not groups:
+            ids = np.fromiter((b.block_id for b in row), dtype=np.int64, count=hi - lo)
+            if group.name in without:
+                zeroed.append((index, ids))
+                continue
+            if page is None or page.first_block != lo or page.slots.size != hi - lo:
+                raise TransferError(
+                    f"cache group {group.name!r}: the lease does not cover blocks {lo}..{hi - 1}"
+                )
+            loaded.append((index, np.arange(lo, hi, dtype=np.int64), ids, page.slots))
+        if not loaded:
             raise TransferError("there is nothing to load")
-        return tuple(np.concatenate(part) for part in (groups, blocks, ids, slots))  # type: ignore[return-value]
+        return _Pages.of(loaded, zeroed)
 
     @staticmethod
     def _check_extra(name: str, table: Sequence[KVCacheBlock], first: int, lo: int) -> None:

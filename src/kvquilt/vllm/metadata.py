@@ -74,13 +74,17 @@ class SaveJob(msgspec.Struct, frozen=True):
 
 
 class LoadJob(msgspec.Struct, frozen=True):
-    """Slots -> engine blocks of one request. doomed: report it failed without copying."""
+    """Slots -> engine blocks of one request. doomed: report it failed without copying.
+
+    zero: blocks to fill with zeros, for groups that the hit does without.
+    """
 
     job_id: int
     request_id: str
     pages: CopyList
     timeout_seconds: float
     doomed: bool = False
+    zero: CopyList | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True):

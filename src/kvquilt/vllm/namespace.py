@@ -35,8 +35,8 @@ def engine_namespace(
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     groups = tuple(
-        _group_factors(group, spec.kv_cache_spec)
-        for group, spec in zip(layout.groups, kv_cache_config.kv_cache_groups, strict=True)
+        _group_factors(group, engine_group.kv_cache_spec)
+        for group, engine_group in zip(layout.groups, kv_cache_config.kv_cache_groups, strict=True)
     )
     return NamespaceFactors(
         model=str(model.model),
@@ -59,12 +59,15 @@ def engine_namespace(
 
 def _group_factors(group: CacheGroup, spec: Any) -> GroupFactors:
     shape = tuple(int(getattr(spec, name)) for name in _SHAPE_FIELDS if getattr(spec, name, None) is not None)
+    for part in getattr(spec, "shapes", ()):  # of a recurrent state
+        shape += (len(part), *(int(size) for size in part))
+    dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", "none"),)
     return GroupFactors(
         name=group.name,
         kind=group.kind,
         tokens_per_block=group.tokens_per_block,
         page_bytes=group.page_bytes,
-        dtype=canonical_dtype(str(spec.dtype)),
+        dtype="+".join(canonical_dtype(str(dtype)) for dtype in dtypes),
         layers=tuple(LayerFactors(name, shape=shape) for name in group.layers),
         window=group.window,
         chunk=group.chunk,

@@ -55,6 +55,12 @@ class PinBook:
         blocks = self._pool.blocks
         self._pool.free_blocks([blocks[i] for i in ids])
 
+    def holds(self, block_id: int, block_hash: bytes) -> bool:
+        """Does the engine itself name that block by this hash?"""
+        named = self._pool.blocks[block_id].block_hash
+        # The engine's key is the hash with the group's index behind it, four bytes.
+        return named is not None and bytes(named)[:-4] == block_hash
+
     def exclusive(self) -> int:
         """Blocks that nothing but pins keeps from the engine."""
         blocks = self._pool.blocks

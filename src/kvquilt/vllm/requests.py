@@ -20,6 +20,8 @@ class RequestState:
 
     chain: its engine hashes so far. boundaries: where "prompt_end" keeps checkpoints.
     found, found_local: the remembered answer of the last look-up, for that local length.
+    found_without: the drafter groups that this answer does without. behind_checked: the local length
+    for which it was last asked whether less would be more.
     next_block: per group, the first block not yet considered for saving; retry: blocks that
     were considered and could not be saved yet. next_check: written tokens below which no group
     has a new block. checkpoint: the boundary whose window blocks are pinned while decoding,
@@ -27,7 +29,8 @@ class RequestState:
     loaded_tokens: the whole prefix of that length came from the store, for this admission.
     scheduled: the engine has computed something of it in this admission; before that, what it
     counts as computed may still be on its way from another connector. barred_tokens: computed
-    before a reset, never to be saved.
+    before a reset, never to be saved. computed_from: where the engine began to compute in this
+    admission. hollow: a load of this admission filled a drafter's blocks with zeros.
     """
 
     request: Request
@@ -36,6 +39,8 @@ class RequestState:
     num_groups: int
     found: Found | None = None
     found_local: int = -1
+    found_without: frozenset[str] = frozenset()
+    behind_checked: int = -1
     no_fetch: bool = False
     loaded_tokens: int = 0
     next_block: list[int] = field(default_factory=list)
@@ -43,6 +48,8 @@ class RequestState:
     next_check: int = 0
     scheduled: bool = False
     barred_tokens: int = 0
+    computed_from: int = 0
+    hollow: bool = False
     checkpoint: int = 0
     checkpoint_pins: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
@@ -60,6 +67,8 @@ class RequestState:
         self.next_check = 0
         self.scheduled = False
         self.barred_tokens = 0
+        self.computed_from = 0
+        self.hollow = False
 
     def sync_hashes(self) -> None:
         """Append the hashes that the engine has computed since the last call."""

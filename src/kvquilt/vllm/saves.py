@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,31 +13,36 @@ from numpy.typing import NDArray
 from kvquilt.config import Options
 from kvquilt.errors import KVQuiltError
 from kvquilt.layout import CacheLayout
-from kvquilt.retention import checkpoint_range, wanted_blocks
+from kvquilt.retention import wanted_blocks
 from kvquilt.store import Store, Want
+from kvquilt.vllm.candidates import Candidate
+from kvquilt.vllm.checkpoints import BlockTables, Checkpoints
+from kvquilt.vllm.drafters import HollowBlocks
 from kvquilt.vllm.metadata import CopyList, JobEnd, SaveJob
 from kvquilt.vllm.metrics import Meter
 from kvquilt.vllm.pins import PinBook
 from kvquilt.vllm.requests import RequestState
+from kvquilt.vllm.states import HandedOver, StateFilter
 
-__all__ = ["BlockTables", "SaveBook"]
+if TYPE_CHECKING:
+    from kvquilt.vllm.layout import EngineGroups
 
-BlockTables = Sequence[Sequence[int]]
+__all__ = ["BlockTables", "Progress", "SaveBook"]
+
 IntArray = NDArray[np.int64]
 
 
-@dataclass
-class _Candidate:
-    """Blocks of one request and group that are written, hashed, wanted and not null.
+class Progress(NamedTuple):
+    """One request in one engine step.
 
-    num_fresh: those that were not postponed before.
+    written: tokens whose KV is there after the step. tables: its block tables. handed_over: the
+    states that the step leaves.
     """
 
     state: RequestState
-    group: int
-    blocks: IntArray
-    block_ids: IntArray
-    num_fresh: int
+    written: int
+    tables: Callable[[], BlockTables]
+    handed_over: HandedOver = ()
 
 
 @dataclass
@@ -63,7 +69,7 @@ class SaveBook:
     def __init__(
         self,
         store: Store,
-        layout: CacheLayout,
+        groups: EngineGroups,
         options: Options,
         meter: Meter,
         *,
@@ -71,6 +77,7 @@ class SaveBook:
         num_ranks: int,
         clock: Callable[[], float],
     ) -> None:
+        layout: CacheLayout = groups.layout
         self._store = store
         self._layout = layout
         self._options = options
@@ -83,8 +90,15 @@ class SaveBook:
         self._next_job = 1
         self._flush: list[int] = []
         self._spoil: list[int] = []
-        self._overhang = 0
-        self._saved = [i for i, g in enumerate(layout.groups) if g.cacheable and g.page_bytes]
+        saved = [i for i, g in enumerate(layout.groups) if g.cacheable and g.page_bytes]
+        self._states = StateFilter(layout, groups.handed_over & set(saved), options, meter)
+        self._saved = [i for i in saved if i not in self._states.groups]
+        self._hollow = HollowBlocks(layout, [i for i in saved if layout.groups[i].name in groups.drafters])
+        self._checkpoints = Checkpoints(layout, self._saved, meter)
+        # Nothing could resume from windows alone where states are kept at prompt ends only.
+        no_states = bool(self._states.groups) and groups.state_interval == 0
+        retained = options.retention == "prompt_end" and options.retain_generated
+        self._keeps_checkpoints = retained and not no_states
         self.record_keys = False
 
     def bind(self, pins: PinBook) -> None:
@@ -94,17 +108,21 @@ class SaveBook:
         """Jobs that have not ended, those only that started after `newer_than`."""
         return sum(job.started > newer_than for job in self._jobs.values())
 
-    def plan(self, scheduled: Iterable[tuple[RequestState, int, Callable[[], BlockTables]]]) -> None:
-        """Reserve slots for what each request (state, written tokens, tables) has newly filled."""
-        candidates: list[_Candidate] = []
-        for state, written, tables in scheduled:
+    def plan(self, scheduled: Iterable[Progress]) -> None:
+        """Reserve slots for what each request has newly filled, and for the states handed over."""
+        candidates: list[Candidate] = []
+        states: list[Candidate] = []
+        for state, written, tables, handed_over in scheduled:
+            if handed_over and self._pins is not None:
+                state.sync_hashes()
+                states += self._states.candidates(state, handed_over, self._pins)
             if written < state.next_check:
                 continue
             state.sync_hashes()
             table = tables()
             candidates += self._candidates(state, written, table)
             self._move_checkpoint(state, written, table)
-        self._reserve(candidates)
+        self._reserve(candidates, states)
 
     def finish(self, state: RequestState, written: int, table: BlockTables) -> None:
         """Save what a request leaves behind: blocks whose hash came late, and its checkpoint.
@@ -116,28 +134,18 @@ class SaveBook:
             candidates = self._candidates(state, written, table)
             pins_to_come = sum(c.blocks.size for c in candidates)
             self._move_checkpoint(state, written, table)
-            candidates += self._checkpoint_candidates(state)
+            candidates += Checkpoints.candidates(state)
             self._reserve(candidates, freed_next=True, pins_to_come=pins_to_come)
         finally:
             self.drop_checkpoint(state)
 
-    @staticmethod
-    def _checkpoint_candidates(state: RequestState) -> list[_Candidate]:
-        out = []
-        for group, first, block_ids in state.checkpoint_pins:
-            hashed = max(0, min(len(block_ids), state.chain.num_blocks(group) - first))
-            blocks = np.arange(first, first + hashed, dtype=np.int64)
-            out.append(_Candidate(state, group, blocks, np.asarray(block_ids[:hashed], np.int64), hashed))
-        return [c for c in out if c.blocks.size]
-
     def drop_checkpoint(self, state: RequestState) -> None:
         """Return the pins on a request's newest window."""
-        if state.checkpoint_pins and self._pins is not None:
-            self._overhang -= self._overhang_of(state.checkpoint_pins)
-            for _, _, block_ids in state.checkpoint_pins:
-                self._pins.unpin(block_ids)
-        state.checkpoint_pins = []
-        state.checkpoint = 0
+        self._checkpoints.drop(state, self._pins)
+
+    def _move_checkpoint(self, state: RequestState, written: int, table: BlockTables) -> None:
+        if self._keeps_checkpoints and self._pins is not None:
+            self._checkpoints.move(state, written, table, self._pins)
 
     def take_messages(self) -> tuple[SaveJob, ...]:
         """Jobs to send in this step's metadata."""
@@ -179,7 +187,7 @@ class SaveBook:
         for index in np.flatnonzero(job.pages_of_group):
             group, pages = self._layout.groups[index], int(job.pages_of_group[index])
             self._meter.count("saved_pages", pages, group.name)
-            self._meter.count("saved_bytes", pages * group.page_bytes * self._num_ranks, group.name)
+            self._meter.count("saved_bytes", pages * group.slot_content_bytes(self._num_ranks), group.name)
 
     def fail_all(self) -> None:
         """Withdraw every save under way: what it reads has turned out to be wrong."""
@@ -233,7 +241,7 @@ class SaveBook:
             self._pins.unpin(job.pinned)
         job.pinned = []
 
-    def _candidates(self, state: RequestState, written: int, table: BlockTables) -> list[_Candidate]:
+    def _candidates(self, state: RequestState, written: int, table: BlockTables) -> list[Candidate]:
         end = None if self._options.retain_generated else state.request.num_prompt_tokens
         out = []
         for index in self._saved:
@@ -256,10 +264,12 @@ class SaveBook:
             retried = np.asarray([i for i in state.retry[index] if barred <= i < last], dtype=np.int64)
             self._meter.count("saves_skipped", int((~wanted).sum()), "not_worth")
             blocks = np.concatenate([retried, fresh[wanted]])
+            if index in self._hollow.groups:
+                blocks = self._hollow.without(state, index, blocks)
             block_ids = np.asarray([table[index][i] for i in blocks], dtype=np.int64)
             held = block_ids != 0  # the null block is dropped together with its key
             num_fresh = int(held[retried.size :].sum())
-            out.append(_Candidate(state, index, blocks[held], block_ids[held], num_fresh))
+            out.append(Candidate(state, index, blocks[held], block_ids[held], num_fresh))
             state.next_block[index] = max(last, first)
             state.retry[index] = []
         state.next_check = min(
@@ -269,18 +279,27 @@ class SaveBook:
         return [c for c in out if c.blocks.size]
 
     def _reserve(
-        self, candidates: list[_Candidate], *, freed_next: bool = False, pins_to_come: int = 0
+        self,
+        candidates: list[Candidate],
+        states: Sequence[Candidate] = (),
+        *,
+        freed_next: bool = False,
+        pins_to_come: int = 0,
     ) -> None:
         """Take a ticket for the candidates and pin their blocks, or postpone them at the pin cap.
 
+        states: cannot be postponed; they are few, and are saved in spite of the cap.
         freed_next: the request frees its blocks right away, so pins_to_come more will be held by
         pins alone, and there is no later step to retry in.
         """
-        if not candidates or self._pins is None:
+        if self._pins is None:
             return
         room = self._pins.cap - (self._pins.exclusive() if len(self._pins) else 0)
         if room < pins_to_come:
             self._postpone(candidates, retry=not freed_next)
+            candidates = []
+        candidates = [*candidates, *states]
+        if not candidates:
             return
         ticket = self._store.reserve(
             self._owner, [Want(c.state.chain, c.group, c.blocks) for c in candidates]
@@ -332,49 +351,9 @@ class SaveBook:
         self._jobs[job.job_id] = job
         self._next_job += 1
 
-    def _postpone(self, candidates: list[_Candidate], *, retry: bool) -> None:
+    def _postpone(self, candidates: list[Candidate], *, retry: bool) -> None:
         self._meter.count("saves_skipped", sum(c.num_fresh for c in candidates), "pin_cap")
         if retry:
             for candidate in candidates:
                 candidate.state.retry[candidate.group] = candidate.blocks.tolist()
                 candidate.state.next_check = 0
-
-    def _move_checkpoint(self, state: RequestState, written: int, table: BlockTables) -> None:
-        """Under "prompt_end": keep the newest lattice boundary's window pinned while decoding."""
-        if self._options.retention != "prompt_end" or not self._options.retain_generated:
-            return
-        boundary = written // self._layout.lattice_tokens * self._layout.lattice_tokens
-        if boundary <= max(state.checkpoint, *state.boundaries, 0):
-            return
-        pins = []
-        for index in self._saved:
-            group = self._layout.groups[index]
-            if group.dense:
-                continue
-            lo, hi = checkpoint_range(group, boundary)
-            block_ids = list(table[index][lo:hi])
-            if (
-                len(block_ids) < hi - lo
-                or 0 in block_ids
-                or lo * group.tokens_per_block < state.barred_tokens
-            ):
-                return
-            pins.append((index, lo, block_ids))
-        overhang = self._overhang_of(pins)
-        others = self._overhang - self._overhang_of(state.checkpoint_pins)
-        if self._pins is None or others + overhang > self._pins.cap:
-            self._meter.count("saves_skipped", sum(len(ids) for _, _, ids in pins), "pin_cap")
-            return
-        self._pins.pin([i for _, _, block_ids in pins for i in block_ids])
-        self.drop_checkpoint(state)  # only now: the old one is better than none
-        self._overhang += overhang
-        state.checkpoint, state.checkpoint_pins = boundary, pins
-
-    def _overhang_of(self, pins: list[tuple[int, int, list[int]]]) -> int:
-        """Blocks that these pins can come to hold alone before they move on: those that slide out
-        of the window within one lattice step."""
-        lattice = self._layout.lattice_tokens
-        return sum(
-            min(len(ids), lattice // self._layout.groups[index].tokens_per_block + 1)
-            for index, _, ids in pins
-        )

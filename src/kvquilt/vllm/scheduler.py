@@ -7,7 +7,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvquilt.config import Options
@@ -15,16 +14,18 @@ from kvquilt.layout import CacheLayout
 from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.retention import prompt_boundaries
 from kvquilt.sizing import SlotPlan, plan_slots
-from kvquilt.store import Found, Store, check_memory, warm_up
+from kvquilt.store import Store, check_memory, warm_up
 from kvquilt.units import format_bytes
+from kvquilt.vllm.divergent import DivergentHits
 from kvquilt.vllm.handover import PoolServer, layout_fingerprint
+from kvquilt.vllm.layout import EngineGroups
 from kvquilt.vllm.loads import LoadBook
-from kvquilt.vllm.lookups import LookupRecord, LookupRing
+from kvquilt.vllm.lookups import Finder
 from kvquilt.vllm.metadata import StepPlan, decode_reports, encode_plan
 from kvquilt.vllm.metrics import KVQuiltStats, Meter
 from kvquilt.vllm.pins import PinBook
 from kvquilt.vllm.requests import RequestState
-from kvquilt.vllm.saves import BlockTables, SaveBook
+from kvquilt.vllm.saves import BlockTables, Progress, SaveBook
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -52,7 +53,7 @@ class SchedulerSide:
     def __init__(
         self,
         options: Options,
-        layout: CacheLayout,
+        groups: EngineGroups,
         *,
         num_ranks: int,
         tokens_per_step: int = 0,
@@ -60,12 +61,12 @@ class SchedulerSide:
         namespace: NamespaceFactors | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        layout = groups.layout
         self.options = options
         self.layout = layout
         self.num_ranks = num_ranks
         self.clock = clock
         self.meter = Meter()
-        self.lookups = LookupRing()
         self.owner = f"engine-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         budget = options.budget_bytes
         self.plan = plan_slots(
@@ -74,7 +75,9 @@ class SchedulerSide:
             options.planned_checkpoint_interval,
             num_ranks=num_ranks,
             partition=options.group_partition,
+            state_interval=options.planned_state_interval(groups.state_interval),
         )
+        _check_interval(options, groups)
         check_memory(budget)
         warm_up()
         self.store = Store(layout, self.plan, num_ranks=num_ranks, clock=clock)
@@ -84,8 +87,16 @@ class SchedulerSide:
         except OSError:
             self.store.close()
             raise
+        self.finder = Finder(
+            self.store,
+            layout,
+            self.meter,
+            owner=self.owner,
+            drafters=groups.drafters if options.draft == "best_effort" else (),
+        )
+        self.divergent = DivergentHits(self.finder, layout, wanted=options.mode == "read_write")
         self.saves = SaveBook(
-            self.store, layout, options, self.meter, owner=self.owner, num_ranks=num_ranks, clock=clock
+            self.store, groups, options, self.meter, owner=self.owner, num_ranks=num_ranks, clock=clock
         )
         self.loads = LoadBook(
             self.store,
@@ -97,6 +108,7 @@ class SchedulerSide:
             clock=clock,
         )
         self.pins: PinBook | None = None
+        self._drafters = groups.drafters
         self._tokens_per_step = tokens_per_step
         self._engine_caches = engine_caches
         self._states: dict[str, RequestState] = {}
@@ -119,6 +131,7 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """Learn of the engine's cache manager, and let its resets see our pins first."""
         blocks_per_step = sum(-(-self._tokens_per_step // g.tokens_per_block) for g in self.layout.groups)
+        self.divergent.bind(manager)
         self.pins = PinBook(manager.block_pool, blocks_per_step)
         self.saves.bind(self.pins)
         self.loads.bind(self.pins)
@@ -138,89 +151,63 @@ class SchedulerSide:
         """
         if self.options.mode == "save_only" or request.skip_reading_prefix_cache:
             return 0, False
-        if self._broken or len(self._attached) < self.num_ranks or local_tokens % self.layout.lattice_tokens:
+        if self._broken or self.pins is None or len(self._attached) < self.num_ranks:
+            return 0, False
+        if local_tokens % self.layout.lattice_tokens:
             return 0, False
         state = self._state(request)
         if state.no_fetch:
             return 0, False
-        found = self._resolve(state, local_tokens)
+        found = self.finder.find(state, local_tokens)
+        junction = self.finder.junction(found)
+        if junction > max(request.shared_prefix_boundary, local_tokens):
+            # The engine ends a step there and keeps the states, so the next such prompt resumes there.
+            request.shared_prefix_boundary = junction
         if found.tokens <= local_tokens:
-            return 0, False
+            return (None, False) if self.divergent.ask_again(state, local_tokens) else (0, False)
+        self.divergent.forget(request.request_id)
         if self._engine_caches and self.loads.brings(state.chain, found.tokens):
             return None, False  # what is being loaded will be this request's local hit
         return found.tokens - local_tokens, True
-
-    def _resolve(self, state: RequestState, local_tokens: int) -> Found:
-        found = state.found
-        if found is not None and state.found_local == local_tokens:
-            if found.lease_id is not None:
-                self.store.renew(found.lease_id, self.owner)
-            return found
-        self._forget(state)
-        state.sync_hashes()
-        request = state.request
-        found = self.store.lookup(self.owner, state.chain, request.num_tokens, local_tokens=local_tokens)
-        state.found, state.found_local = found, local_tokens
-        self._record(state, found, local_tokens)
-        return found
-
-    def _record(self, state: RequestState, found: Found, local_tokens: int) -> None:
-        request = state.request
-        hit = found.tokens if found.tokens > local_tokens else 0
-        if found.limited_by is None:
-            why = "it is the longest boundary that leaves one token to compute"
-        else:
-            why = f"group {found.limited_by!r} lacks a block that the next boundary needs"
-        if not hit and local_tokens:
-            why = f"the engine's own prefix of {local_tokens} tokens is as long; {why}"
-        self.meter.count("lookups", 1, "hit" if hit else "miss")
-        self.lookups.add(
-            LookupRecord(request.request_id, request.num_tokens, local_tokens, hit, found.limited_by, why)
-        )
-
-    def _forget(self, state: RequestState) -> None:
-        found, state.found, state.found_local = state.found, None, -1
-        if found is not None and found.lease_id is not None:
-            self.store.release(found.lease_id, self.owner)
 
     # ---- request life ----
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has given the request its blocks: what it finally takes rules."""
         state = self._state(request)
+        hollow = state.hollow and request.num_computed_tokens > 0  # the load has ended well
         state.restart()
+        state.hollow = hollow
         self.saves.drop_checkpoint(state)
-        found, local_tokens = state.found, state.found_local
         loaded, state.loaded_tokens = state.loaded_tokens, 0
         if not external_tokens:
             if loaded and request.num_computed_tokens >= loaded:
                 # The load has ended and the request runs: what it brought need not be saved.
-                state.next_block = [loaded // group.tokens_per_block for group in self.layout.groups]
-            self._forget(state)
+                state.next_block = [
+                    0 if hollow and group.name in self._drafters else loaded // group.tokens_per_block
+                    for group in self.layout.groups
+                ]
+            self.finder.forget(state)
             return
-        state.found, state.found_local = None, -1
-        tokens = local_tokens + external_tokens
-        if found is not None and found.tokens != tokens:
-            self._release(found)
-            limited_by, found = found.limited_by, None
-            if tokens % self.layout.lattice_tokens == 0 and local_tokens >= 0:
-                found = self.store.lease_at(self.owner, state.chain, tokens, local_tokens=local_tokens)
-                found = found and replace(found, limited_by=limited_by)
-        self.loads.start(state, found, local_tokens, blocks.blocks)
+        found, local_tokens, without = self.finder.take(state, external_tokens)
+        state.hollow = bool(without)
+        self.loads.start(state, found, local_tokens, blocks.blocks, without)
 
     def doom(self, request: Request, external_tokens: int) -> None:
         """`allocated` failed: the engine waits for a load that will never come, so fail it."""
-        state = self._state(request)
+        # Not remembered if it is not yet: the request may have ended since.
+        state = self._states.get(request.request_id) or self._new_state(request)
         state.restart()  # its block tables are new, whatever failed
         if external_tokens:
             self.loads.doom(state, "the load could not be planned")
 
     def finished(self, request: Request, block_ids: BlockTables) -> None:
         """Finish or abort: save what is left, forget the rest."""
+        self.divergent.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is None:
             return
-        self._forget(state)
+        self.finder.forget(state)
         written = min(request.num_computed_tokens, request.num_tokens)
         if self._broken or not state.scheduled or self.loads.is_loading(request.request_id):
             written = 0
@@ -231,24 +218,23 @@ class SchedulerSide:
 
     def drop(self, request: Request) -> None:
         """`finished` failed: give back what the request held, and save nothing."""
+        self.divergent.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self.saves.drop_checkpoint(state)
-            self._forget(state)
+            self.finder.forget(state)
 
     def _state(self, request: Request) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            boundaries = prompt_boundaries(
-                self.layout, request.num_prompt_tokens, slack=self.options.retain_slack
-            )
-            state = RequestState.of(request, self.layout, boundaries)
-            self._states[request.request_id] = state
+            state = self._states[request.request_id] = self._new_state(request)
         return state
 
-    def _release(self, found: Found) -> None:
-        if found.lease_id is not None:
-            self.store.release(found.lease_id, self.owner)
+    def _new_state(self, request: Request) -> RequestState:
+        boundaries = prompt_boundaries(
+            self.layout, request.num_prompt_tokens, slack=self.options.retain_slack
+        )
+        return RequestState.of(request, self.layout, boundaries)
 
     # ---- one engine step ----
 
@@ -283,23 +269,24 @@ class SchedulerSide:
             )
         )
 
-    def _scheduled(
-        self, output: SchedulerOutput
-    ) -> Iterable[tuple[RequestState, int, Callable[[], BlockTables]]]:
+    def _scheduled(self, output: SchedulerOutput) -> Iterable[Progress]:
         block_state = output.kv_connector_block_state
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None or block_state is None:
                 continue
             request = state.request
-            state.scheduled = True
+            if not state.scheduled:
+                state.scheduled = True
+                state.computed_from = request.num_computed_tokens
             # Drafted tokens may be rejected; tokens that the request does not have yet are not hashed.
             written = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
 
             def tables(request_id: str = request_id) -> Sequence[Sequence[int]]:
                 return block_state.get_block_ids(request_id) or ()
 
-            yield state, written, tables
+            handed_over = block_state.boundary_state_offloads.get(request_id, ())
+            yield Progress(state, written, tables, handed_over)
 
     def on_output(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report; runs before the engine sees finished loads."""
@@ -389,7 +376,7 @@ class SchedulerSide:
         """Empty every tier; copies in flight land invisibly, loads in flight are reported failed.
         What live requests have computed so far is not saved later either."""
         for state in self._states.values():
-            self._forget(state)
+            self.finder.forget(state)
             self.saves.drop_checkpoint(state)
             state.barred_tokens = state.request.num_computed_tokens
         self._levels_up = True
@@ -425,7 +412,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Return all that is held and unmap the pools. Safe to call twice."""
         for state in self._states.values():
-            self._forget(state)
+            self.finder.forget(state)
             self.saves.drop_checkpoint(state)
         self._states.clear()
         self.saves.close()
@@ -437,6 +424,20 @@ class SchedulerSide:
 def _payload(output: KVConnectorOutput) -> bytes:
     payload: bytes = getattr(output.kv_connector_worker_meta, "payload", b"")
     return payload
+
+
+def _check_interval(options: Options, groups: EngineGroups) -> None:
+    """Warn if the split of memory assumes states that the engine never hands over."""
+    wanted, kept = options.checkpoint_interval, groups.state_interval
+    if not groups.handed_over or wanted is None or kept is None or (kept and wanted >= kept):
+        return
+    what = f"one state in {kept} tokens" if kept else "one state per prompt, and at junctions"
+    logger.warning(
+        "kvquilt: checkpoint_interval=%d is smaller than what the engine keeps of recurrent groups (%s, its "
+        "prefix_cache_retention_interval): slots for more states will stay idle",
+        wanted,
+        what,
+    )
 
 
 def start_lines(layout: CacheLayout, plan: SlotPlan) -> list[str]:

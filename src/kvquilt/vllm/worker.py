@@ -11,12 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from kvquilt.errors import KVQuiltError, LayoutError, TransferError
 from kvquilt.layout import CacheLayout
 from kvquilt.sizing import Partition, arena_indices
-from kvquilt.transfer import ArenaView, Completion, Copier, GroupPages, LayerPages, layer_pages
+from kvquilt.transfer import (
+    ArenaView,
+    Completion,
+    Copier,
+    GroupPages,
+    LayerPages,
+    PageCopies,
+    layer_pages,
+)
 from kvquilt.transfer.factory import make_copier
 from kvquilt.vllm.handover import fetch_arenas, layout_fingerprint
 from kvquilt.vllm.layout import layer_page_bytes
@@ -83,6 +92,7 @@ class WorkerSide:
         self._layer_bytes = [layer_page_bytes(group) for group in kv_cache_config.kv_cache_groups]
         self._layout = layout
         self._arena_of = arena_indices(layout, partition)
+        self._replicated = np.array([group.replicated for group in layout.groups], dtype=np.bool_)
         self._rank = rank
         self._num_ranks = num_ranks
         self._clock = clock
@@ -149,7 +159,13 @@ class WorkerSide:
                     f"its spec says {expected}"
                 )
             layers.append(layer)
-        return GroupPages(group.name, tuple(layers), group.page_bytes)
+        held = sum(layer.page_bytes for layer in layers)
+        if held > group.page_bytes:  # less where the engine pads layers of unequal size
+            raise LayoutError(
+                f"cache group {group.name!r}: its layers hold {held} bytes per block, the layout says "
+                f"{group.page_bytes}"
+            )
+        return GroupPages(group.name, tuple(layers), held, group.replicated)
 
     def _check_strays(self, kv_caches: Mapping[str, torch.Tensor], known: Sequence[LayerPages]) -> None:
         """A layer that no group owns may only be one that shares another's KV."""
@@ -239,9 +255,17 @@ class WorkerSide:
         if isinstance(job, SaveJob):
             if self.observer is not None:
                 self.observer.saved(job.pages)
-            self.copier.save(_save_id(job.job_id), job.pages.copies())
+            self.copier.save(_save_id(job.job_id), self._own_share(job.pages.copies()))
         else:
-            self.copier.load(_load_id(job.job_id), job.pages.copies())
+            zero = job.zero.copies() if job.zero is not None else None
+            self.copier.load(_load_id(job.job_id), job.pages.copies(), zero)
+
+    def _own_share(self, copies: PageCopies) -> PageCopies:
+        """What this rank writes: of groups whose bytes all ranks hold, the first rank's copy is enough."""
+        if self._rank == 0 or not self._replicated.any():
+            return copies
+        mine = ~self._replicated[copies.group]
+        return PageCopies(copies.group[mine], copies.block[mine], copies.slot[mine])
 
     def poll(self) -> None:
         """Collect copies that have ended, and time out loads that take too long."""
