@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -137,16 +137,6 @@ class Quilt:
         else:
             self.h.run_until(self._idle_after_tick, max_steps, stall_seconds=60.0)
         self.check_step()
-
-    def run_until(self, condition: Callable[[], bool], max_steps: int = 20_000) -> None:
-        """Step until `condition()`, checking every step."""
-
-        def ticked() -> bool:
-            self._now += self._step_seconds or 0.0
-            self.check_step()
-            return condition()
-
-        self.h.run_until(ticked, max_steps, stall_seconds=60.0)
 
     def settle(self) -> None:
         """Nothing fails any more; step until every copy has ended, also those given up."""
