@@ -186,7 +186,8 @@ class Traffic:
         try:
             self.quilt.h.reset_prefix_cache(reset_connector=connector, reset_running_requests=running)
         except RuntimeError:  # the engine's own answer while loads or steps are in flight, and only then
-            assert running and (loading or scheduler.deferred_frees)
+            assert running
+            assert loading or scheduler.deferred_frees
 
     def silence(self, rank: int) -> None:
         """From now on, until the next drain, one rank's connector says nothing at all."""

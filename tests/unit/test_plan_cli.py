@@ -71,6 +71,7 @@ def test_keys_are_stable(config: Path) -> None:
         "device",
         "partition",
         "checkpoint_interval",
+        "state_interval",
         "budget_bytes",
         "bytes_used",
         "tokens",
@@ -155,6 +156,7 @@ def test_the_table_shows_every_group(config: Path) -> None:
         (["--budget", "1GiB", "--tp", "3"], "tp=3"),
         (["--budget", "1GiB", "--device", "tpu"], "device='tpu'"),
         (["--budget", "1GiB", "--checkpoint-interval", "0"], "checkpoint_interval=0"),
+        (["--budget", "1GiB", "--state-interval", "-1"], "state_interval=-1"),
     ],
 )
 def test_errors_are_one_line_and_status_2(config: Path, args: list[str], told_: str) -> None:
@@ -180,6 +182,44 @@ def test_configs_that_cannot_be_used(tmp_path: Path) -> None:
         assert (result.exit_code, result.stdout) == (2, "")
         assert why in result.stderr
         assert "Traceback" not in result.stderr
+
+
+HYBRID = {
+    "model_type": "falcon_h1",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 256,
+    "mamba_d_ssm": 512,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("args", "interval"),
+    [
+        ([], 2048),  # the engine's default keeps states where prompts end or fork
+        (["--state-interval", "8192"], 8192),
+        (["--checkpoint-interval", "4096", "--state-interval", "8192"], 4096),
+    ],
+)
+def test_states_are_planned_as_far_apart_as_the_engine_keeps_them(
+    tmp_path: Path, args: list[str], interval: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    report = told("--config", tmp_path, "--budget", "1GiB", "--device", "cuda", *args)
+    assert report["state_interval"] == interval
+    by_kind = {group["kind"]: group for group in report["groups"]}
+    assert by_kind["recurrent"]["slots"] == -(-report["tokens"] // interval)
+    if "--checkpoint-interval" not in args:
+        full = by_kind["full"]
+        assert full["slots"] == -(-report["tokens"] // full["tokens_per_block"])
 
 
 def test_version() -> None:

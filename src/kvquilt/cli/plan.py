@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast, get_args
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvquilt.config import Options
 from kvquilt.errors import ConfigError, SizingError
 from kvquilt.layout.catalog import ModelLayout, layout_from_config
 from kvquilt.layout.catalog.reader import Device
@@ -19,6 +20,13 @@ from kvquilt.units import format_bytes, parse_bytes
 __all__ = ["plan"]
 
 _GPU_NODE = Path("/dev/nvidiactl")
+
+
+class Intervals(NamedTuple):
+    """Tokens between kept checkpoints, and between kept recurrent states; None: every block."""
+
+    checkpoints: int | None
+    states: int | None
 
 
 def plan(
@@ -35,6 +43,13 @@ def plan(
     checkpoint_interval: Annotated[
         int | None, typer.Option(help="Tokens between kept checkpoints; every block is kept without it.")
     ] = None,
+    state_interval: Annotated[
+        int,
+        typer.Option(
+            help="The engine's prefix_cache_retention_interval, for recurrent states; 0: only where prompts "
+            "end or fork, for which 2,048 tokens are assumed."
+        ),
+    ] = 0,
     partition: Annotated[str, typer.Option(help="solved or shared_rows.")] = "solved",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -50,7 +65,11 @@ def plan(
         block_size=block_size,
         device=cast(Device, device),
     )
-    report = _report(model, parse_bytes(budget, "budget"), checkpoint_interval, cast(Partition, partition))
+    if state_interval < 0:
+        raise ConfigError(f"state_interval={state_interval}: must not be negative")
+    states = Options(checkpoint_interval=checkpoint_interval).planned_state_interval(state_interval)
+    intervals = Intervals(checkpoint_interval, states)
+    report = _report(model, parse_bytes(budget, "budget"), intervals, cast(Partition, partition))
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -70,8 +89,19 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _report(model: ModelLayout, budget: int, interval: int | None, partition: Partition) -> dict[str, Any]:
-    split = plan_slots(model.layout, budget, interval, num_ranks=model.tp, partition=partition)
+def _split(model: ModelLayout, budget: int, intervals: Intervals, partition: Partition) -> SlotPlan:
+    return plan_slots(
+        model.layout,
+        budget,
+        intervals.checkpoints,
+        num_ranks=model.tp,
+        partition=partition,
+        state_interval=intervals.states,
+    )
+
+
+def _report(model: ModelLayout, budget: int, intervals: Intervals, partition: Partition) -> dict[str, Any]:
+    split = _split(model, budget, intervals, partition)
     return {
         "model_type": model.model_type,
         "dtype": model.dtype,
@@ -79,13 +109,14 @@ def _report(model: ModelLayout, budget: int, interval: int | None, partition: Pa
         "tensor_parallel": model.tp,
         "device": model.device,
         "partition": partition,
-        "checkpoint_interval": interval,
+        "checkpoint_interval": intervals.checkpoints,
+        "state_interval": intervals.states,
         "budget_bytes": budget,
         "bytes_used": split.bytes_used,
         "tokens": split.tokens,
         "tokens_per_hash": model.layout.tokens_per_hash,
         "lattice_tokens": model.layout.lattice_tokens,
-        "bytes_per_token": _bytes_per_token(model, budget, interval),
+        "bytes_per_token": _bytes_per_token(model, budget, intervals),
         "groups": _groups(model, split, budget),
         "notes": list(model.notes),
     }
@@ -116,12 +147,12 @@ def _groups(model: ModelLayout, split: SlotPlan, budget: int) -> list[dict[str, 
     return rows
 
 
-def _bytes_per_token(model: ModelLayout, budget: int, interval: int | None) -> dict[str, float | None]:
+def _bytes_per_token(model: ModelLayout, budget: int, intervals: Intervals) -> dict[str, float | None]:
     """Bytes spent per token covered, for both partitions of this budget, and their ratio."""
     cost: dict[str, float | None] = {}
-    for partition in ("solved", "shared_rows"):
+    for partition in get_args(Partition):
         try:
-            split = plan_slots(model.layout, budget, interval, num_ranks=model.tp, partition=partition)
+            split = _split(model, budget, intervals, partition)
         except SizingError:  # rows as wide as the widest group may not fit where exact slots do
             cost[partition] = None
         else:

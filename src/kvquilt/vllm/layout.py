@@ -115,9 +115,7 @@ def _representative(group: KVCacheGroupSpec) -> KVCacheSpec:
         return spec
     kinds = {_kind(inner) for inner in spec.kv_cache_specs.values()}
     if len(kinds) > 1:
-        raise LayoutError(
-            f"a cache group with layers of several kinds is not served: {sorted(kinds)}"
-        )
+        raise LayoutError(f"a cache group with layers of several kinds is not served: {sorted(kinds)}")
     return spec.first_spec
 
 

@@ -31,7 +31,7 @@ from kvquilt.vllm.metadata import (
     decode_reports,
     encode_plan,
 )
-from kvquilt.vllm.worker import WorkerSide
+from kvquilt.vllm.worker import LINGER_SECONDS, WorkerSide
 
 NUM_BLOCKS = 8
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -174,6 +174,35 @@ def rank(server: PoolServer) -> Iterator[Rank]:
     rank.reports.clear()
     yield rank
     rank.side.close()
+
+
+# ---- steps without work ----
+
+
+def test_a_step_that_computes_nothing_gives_its_loads_a_moment(rank: Rank) -> None:
+    """So a load that ends at once saves its request a whole step; one that does not costs no more."""
+    rank.copier.waits.clear()
+    rank.step(StepPlan(idle=True, loads=(load(1, "a"), load(2, "b"))))
+    waited = dict(rank.copier.waits)
+    assert set(waited) == {2 * 1 + 1, 2 * 2 + 1}
+    assert all(timeout is not None and 0 < timeout <= LINGER_SECONDS for timeout in waited.values())
+    rank.copier.end("load")
+    assert rank.step() == ({"a", "b"}, set())
+
+
+def test_a_step_that_computes_waits_for_no_load(rank: Rank) -> None:
+    rank.copier.waits.clear()
+    rank.step(StepPlan(loads=(load(1, "a"),)))
+    assert rank.copier.waits == []
+
+
+def test_loads_told_as_failed_get_no_moment(rank: Rank) -> None:
+    rank.step(StepPlan(loads=(load(1, "a"),)))
+    rank.now += 6.0
+    assert rank.step() == ({"a"}, {"a"})
+    rank.copier.waits.clear()
+    rank.step(StepPlan(idle=True))
+    assert rank.copier.waits == []
 
 
 # ---- attaching ----

@@ -189,6 +189,7 @@ def _assemble(
                 window=first.window,
                 chunk=first.chunk,
                 layers=tuple(s.name for s in layers),
+                replicated=first.mla,
             )
         )
         page = sum(s.engine_bytes for s in layers)
