@@ -479,6 +479,24 @@ def test_b23_after_a_reset_of_the_connector_nothing_is_served() -> None:
         q.check_end()
 
 
+@pytest.mark.parametrize("retention", ["dense", "prompt_end"])
+def test_b23_what_the_engine_kept_through_a_reset_that_it_refused_is_not_saved_again(retention: str) -> None:
+    with Quilt(FULL_AND_SLIDING, retention=retention) as q:
+        q.start()
+        running = q.add(PROMPT, max_tokens=80)
+        q.h.run_until(lambda: len(running.output) >= 30)
+        assert not q.h.reset_prefix_cache(reset_connector=True)  # refused: a request is running
+        again = q.serve(PROMPT)
+        assert again.local_hit == HIT  # the engine itself still serves it
+        q.run()
+        assert sum(q.pages().values()) == 0
+        assert q.h.reset_prefix_cache()  # idle now: the engine has emptied its own cache
+        assert q.serve(PROMPT).external_hit == 0
+        q.forget()
+        assert q.serve(PROMPT).external_hit == HIT
+        q.check_end()
+
+
 @pytest.mark.parametrize("fault", ["silent", "late report", "late"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_b23_a_load_in_flight_at_a_reset_is_reported_failed(fault: str, num_ranks: int) -> None:

@@ -11,7 +11,10 @@ from kvquilt.store import Chain, Found
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["RequestState"]
+__all__ = ["NEVER", "RequestState"]
+
+NEVER = 1 << 62
+"""As `RequestState.barred_tokens`: nothing of this admission is saved."""
 
 
 @dataclass
@@ -29,8 +32,8 @@ class RequestState:
     loaded_tokens: the whole prefix of that length came from the store, for this admission.
     scheduled: the engine has computed something of it in this admission; before that, what it
     counts as computed may still be on its way from another connector. barred_tokens: computed
-    before a reset, never to be saved. computed_from: where the engine began to compute in this
-    admission. hollow: a load of this admission filled a drafter's blocks with zeros.
+    before a reset, or on top of what is, never to be saved. computed_from: where the engine began to
+    compute in this admission; external_tokens: what a load of it brought. hollow: a load of this admission filled a drafter's blocks with zeros.
     """
 
     request: Request
@@ -49,6 +52,7 @@ class RequestState:
     scheduled: bool = False
     barred_tokens: int = 0
     computed_from: int = 0
+    external_tokens: int = 0
     hollow: bool = False
     checkpoint: int = 0
     checkpoint_pins: list[tuple[int, int, list[int]]] = field(default_factory=list)
@@ -68,6 +72,7 @@ class RequestState:
         self.scheduled = False
         self.barred_tokens = 0
         self.computed_from = 0
+        self.external_tokens = 0
         self.hollow = False
 
     def sync_hashes(self) -> None:

@@ -24,7 +24,7 @@ from kvquilt.vllm.lookups import Finder
 from kvquilt.vllm.metadata import StepPlan, decode_reports, encode_plan
 from kvquilt.vllm.metrics import KVQuiltStats, Meter
 from kvquilt.vllm.pins import PinBook
-from kvquilt.vllm.requests import RequestState
+from kvquilt.vllm.requests import NEVER, RequestState
 from kvquilt.vllm.saves import BlockTables, Progress, SaveBook
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ class SchedulerSide:
         self._failed_load_logged = False
         self._broken = False
         self._levels_up = False
+        self._engine_emptied = False  # by a reset, and nothing has been computed since
+        self._engine_is_stale = False  # it may hold blocks that a reset should have emptied
         self._missed: list[tuple[bytes, set[str], set[str]]] = []
         self._started = clock()
         self.namespace = namespace
@@ -140,7 +142,10 @@ class SchedulerSide:
         def reset_prefix_cache() -> bool:
             # The engine refuses a reset while blocks are in use, and offers no hook before it.
             self._release_pins()
-            return bool(engine_reset())
+            self._engine_emptied = bool(engine_reset())
+            if self._engine_emptied:
+                self._engine_is_stale = False
+            return self._engine_emptied
 
         manager.reset_prefix_cache = reset_prefix_cache
 
@@ -175,9 +180,11 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has given the request its blocks: what it finally takes rules."""
         state = self._state(request)
-        hollow = state.hollow and request.num_computed_tokens > 0  # the load has ended well
+        loaded_well = request.num_computed_tokens > 0  # a fresh request has none yet
+        hollow = state.hollow and loaded_well
+        external = state.external_tokens if loaded_well else 0
         state.restart()
-        state.hollow = hollow
+        state.hollow, state.external_tokens = hollow, external
         self.saves.drop_checkpoint(state)
         loaded, state.loaded_tokens = state.loaded_tokens, 0
         if not external_tokens:
@@ -190,7 +197,7 @@ class SchedulerSide:
             self.finder.forget(state)
             return
         found, local_tokens, without = self.finder.take(state, external_tokens)
-        state.hollow = bool(without)
+        state.hollow, state.external_tokens = bool(without), external_tokens
         self.loads.start(state, found, local_tokens, blocks.blocks, without)
 
     def doom(self, request: Request, external_tokens: int) -> None:
@@ -240,6 +247,7 @@ class SchedulerSide:
 
     def build_step(self, output: SchedulerOutput) -> bytes:
         """Plan this step's saves and encode what the workers are to do."""
+        self._engine_emptied = False
         for request_id in output.preempted_req_ids or ():
             if request_id in self._states:
                 self.saves.drop_checkpoint(self._states[request_id])
@@ -279,6 +287,8 @@ class SchedulerSide:
             if not state.scheduled:
                 state.scheduled = True
                 state.computed_from = request.num_computed_tokens
+                if self._engine_is_stale and state.computed_from > state.external_tokens:
+                    state.barred_tokens = NEVER
             # Drafted tokens may be rejected; tokens that the request does not have yet are not hashed.
             written = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
 
@@ -374,11 +384,13 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """Empty every tier; copies in flight land invisibly, loads in flight are reported failed.
-        What live requests have computed so far is not saved later either."""
+        Live requests are not saved any more, nor is what builds on blocks that the engine has kept
+        because it refused to reset its own cache."""
         for state in self._states.values():
             self.finder.forget(state)
             self.saves.drop_checkpoint(state)
-            state.barred_tokens = state.request.num_computed_tokens
+            state.barred_tokens = NEVER
+        self._engine_is_stale = not self._engine_emptied
         self._levels_up = True
         self.loads.cancel_all()
         self.store.reset()
