@@ -14,7 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-__all__ = ["METRICS", "KVQuiltPromMetrics", "KVQuiltStats", "Meter", "Metric"]
+from kvquilt.store import StoreStats
+
+__all__ = ["METRICS", "KVQuiltPromMetrics", "KVQuiltStats", "Levels", "Meter", "Metric"]
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,31 @@ class Meter:
         stats, self._fresh = self._fresh, KVQuiltStats()
         stats.data["gauges"] = gauges
         return stats
+
+
+class Levels:
+    """The store's levels as gauges; its evictions, which only ever grow, as counts."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._evictions: dict[str, int] = {}
+
+    def gauges(self, stats: StoreStats, pins: int) -> dict[str, dict[str, float]]:
+        """Gauges of now. pins: engine blocks that are pinned."""
+        gauges: dict[str, dict[str, float]] = {
+            "leases": {"": stats.leases},
+            "tickets": {"": stats.tickets},
+            "pins": {"": pins},
+        }
+        for group in stats.groups:
+            name = group.name
+            gauges.setdefault("pages", {})[name] = group.pages
+            gauges.setdefault("bytes_resident", {})[name] = group.bytes_used
+            gauges.setdefault("idle_slots", {})[name] = group.idle_slots
+            gauges.setdefault("pool_use", {})[name] = group.pages / max(1, group.slots)
+            self._meter.count("evictions", group.evictions - self._evictions.get(name, 0), name)
+            self._evictions[name] = group.evictions
+        return gauges
 
 
 # What this process has registered. An engine that starts replaces what an earlier one left, as vLLM

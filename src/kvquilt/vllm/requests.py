@@ -32,8 +32,9 @@ class RequestState:
     loaded_tokens: the whole prefix of that length came from the store, for this admission.
     scheduled: the engine has computed something of it in this admission; before that, what it
     counts as computed may still be on its way from another connector. barred_tokens: computed
-    before a reset, or on top of what is, never to be saved. computed_from: where the engine began to
-    compute in this admission; external_tokens: what a load of it brought. hollow: a load of this admission filled a drafter's blocks with zeros.
+    before a reset, or on top of what is, never to be saved. computed_from: where the engine began
+    to compute in this admission; external_tokens: what a load of it brought. hollow: a load of
+    this admission filled a drafter's blocks with zeros.
     """
 
     request: Request

@@ -10,22 +10,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvquilt.config import Options
-from kvquilt.layout import CacheLayout
 from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.retention import prompt_boundaries
-from kvquilt.sizing import SlotPlan, plan_slots
+from kvquilt.sizing import plan_slots
 from kvquilt.store import Store, check_memory, warm_up
-from kvquilt.units import format_bytes
 from kvquilt.vllm.divergent import DivergentHits
 from kvquilt.vllm.handover import PoolServer, layout_fingerprint
 from kvquilt.vllm.layout import EngineGroups
 from kvquilt.vllm.loads import LoadBook
 from kvquilt.vllm.lookups import Finder
 from kvquilt.vllm.metadata import StepPlan, decode_reports, encode_plan
-from kvquilt.vllm.metrics import KVQuiltStats, Meter
+from kvquilt.vllm.metrics import KVQuiltStats, Levels, Meter
 from kvquilt.vllm.pins import PinBook
 from kvquilt.vllm.requests import NEVER, RequestState
 from kvquilt.vllm.saves import BlockTables, Progress, SaveBook
+from kvquilt.vllm.start import start_lines, warn_of_idle_states
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -77,7 +76,7 @@ class SchedulerSide:
             partition=options.group_partition,
             state_interval=options.planned_state_interval(groups.state_interval),
         )
-        _check_interval(options, groups)
+        warn_of_idle_states(options.checkpoint_interval, groups)
         check_memory(budget)
         warm_up()
         self.store = Store(layout, self.plan, num_ranks=num_ranks, clock=clock)
@@ -113,7 +112,7 @@ class SchedulerSide:
         self._engine_caches = engine_caches
         self._states: dict[str, RequestState] = {}
         self._attached: set[int] = set()
-        self._evictions: dict[str, int] = {}
+        self._levels = Levels(self.meter)
         self._failed_load_logged = False
         self._broken = False
         self._levels_up = False
@@ -403,20 +402,8 @@ class SchedulerSide:
         """Counts since the last call, with the gauges of now; None if nothing happened."""
         if not self.meter.fresh and not self._levels_up:
             return None
-        stats = self.store.stats()
-        gauges: dict[str, dict[str, float]] = {
-            "leases": {"": stats.leases},
-            "tickets": {"": stats.tickets},
-            "pins": {"": len(self.pins) if self.pins is not None else 0},
-        }
-        for group in stats.groups:
-            name = group.name
-            gauges.setdefault("pages", {})[name] = group.pages
-            gauges.setdefault("bytes_resident", {})[name] = group.bytes_used
-            gauges.setdefault("idle_slots", {})[name] = group.idle_slots
-            gauges.setdefault("pool_use", {})[name] = group.pages / max(1, group.slots)
-            self.meter.count("evictions", group.evictions - self._evictions.get(name, 0), name)
-            self._evictions[name] = group.evictions
+        pins = len(self.pins) if self.pins is not None else 0
+        gauges = self._levels.gauges(self.store.stats(), pins)
         # Levels that are up must be seen to come down, also when nothing is counted any more.
         self._levels_up = any(gauges[name][""] for name in ("leases", "tickets", "pins"))
         return self.meter.drain(gauges)
@@ -436,32 +423,3 @@ class SchedulerSide:
 def _payload(output: KVConnectorOutput) -> bytes:
     payload: bytes = getattr(output.kv_connector_worker_meta, "payload", b"")
     return payload
-
-
-def _check_interval(options: Options, groups: EngineGroups) -> None:
-    """Warn if the split of memory assumes states that the engine never hands over."""
-    wanted, kept = options.checkpoint_interval, groups.state_interval
-    if not groups.handed_over or wanted is None or kept is None or (kept and wanted >= kept):
-        return
-    what = f"one state in {kept} tokens" if kept else "one state per prompt, and at junctions"
-    logger.warning(
-        "kvquilt: checkpoint_interval=%d is smaller than what the engine keeps of recurrent groups (%s, its "
-        "prefix_cache_retention_interval): slots for more states will stay idle",
-        wanted,
-        what,
-    )
-
-
-def start_lines(layout: CacheLayout, plan: SlotPlan) -> list[str]:
-    """One line per group: kind, layers, tokens per block, page bytes, slots, tokens covered."""
-    lines = []
-    for group in layout.groups:
-        slots, slot_bytes = plan.slots.get(group.name, 0), plan.slot_bytes.get(group.name, 0)
-        kind = group.kind if group.window is None else f"{group.kind} {group.window}"
-        lines.append(
-            f"group {group.name}: {kind}, {len(group.layers)} layers, "
-            f"{group.tokens_per_block} tokens per block, page {group.page_bytes} B "
-            f"in a slot of {slot_bytes} B, {slots} slots ({format_bytes(slots * slot_bytes)}), "
-            f"{plan.tokens} tokens covered"
-        )
-    return lines

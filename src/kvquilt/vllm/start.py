@@ -1,0 +1,46 @@
+"""What is said at start: the groups with their slots, and what in the options does not fit the engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvquilt.layout import CacheLayout
+from kvquilt.sizing import SlotPlan
+from kvquilt.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvquilt.vllm.layout import EngineGroups
+
+__all__ = ["start_lines", "warn_of_idle_states"]
+
+logger = logging.getLogger(__name__)
+
+
+def start_lines(layout: CacheLayout, plan: SlotPlan) -> list[str]:
+    """One line per group: kind, layers, tokens per block, page bytes, slots, tokens covered."""
+    lines = []
+    for group in layout.groups:
+        slots, slot_bytes = plan.slots.get(group.name, 0), plan.slot_bytes.get(group.name, 0)
+        kind = group.kind if group.window is None else f"{group.kind} {group.window}"
+        lines.append(
+            f"group {group.name}: {kind}, {len(group.layers)} layers, "
+            f"{group.tokens_per_block} tokens per block, page {group.page_bytes} B "
+            f"in a slot of {slot_bytes} B, {slots} slots ({format_bytes(slots * slot_bytes)}), "
+            f"{plan.tokens} tokens covered"
+        )
+    return lines
+
+
+def warn_of_idle_states(checkpoint_interval: int | None, groups: EngineGroups) -> None:
+    """Warn if the split of memory assumes states that the engine never hands over."""
+    wanted, kept = checkpoint_interval, groups.state_interval
+    if not groups.handed_over or wanted is None or kept is None or (kept and wanted >= kept):
+        return
+    what = f"one state in {kept} tokens" if kept else "one state per prompt, and at junctions"
+    logger.warning(
+        "kvquilt: checkpoint_interval=%d is smaller than what the engine keeps of recurrent groups (%s, its "
+        "prefix_cache_retention_interval): slots for more states will stay idle",
+        wanted,
+        what,
+    )
