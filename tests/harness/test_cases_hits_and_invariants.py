@@ -238,7 +238,7 @@ def test_29_a_null_block_is_dropped_together_with_its_key() -> None:
     with Quilt(LAYOUTS["five sliding, full last"], retention_interval=0) as q:
         prompt = tokens(1, 160)
         q.serve(prompt)
-        assert q.connector.reset_cache() is True
+        q.store.reset()
         record = q.serve(prompt)
         assert record.local_hit == 144
         assert q.saved_blocks(prompt, 5) == list(range(10))

@@ -256,7 +256,7 @@ def test_blocks_of_a_local_hit_that_the_store_lacks_are_saved(rest: int) -> None
     with Quilt(LAYOUTS["full only"]) as q:
         prompt = tokens(1, 500)
         q.serve(prompt)
-        assert q.connector.reset_cache() is True
+        q.store.reset()
         assert q.pages() == {"full": 0}
         record = q.serve(prompt[:rest])
         assert record.local_hit > 0

@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -90,11 +91,6 @@ def fail_to_commit(real: Any, ticket_id: int, owner: str, *, failed: bool = Fals
     real(ticket_id, owner, failed=True)
 
 
-def fail_to_bind(real: Any, *args: Any) -> None:
-    """The connector never learns of the engine's cache manager: it must do without saving or loading."""
-    raise Injected
-
-
 def fault_targets(quilt: Quilt) -> list[tuple[Any, str]]:
     out: list[tuple[Any, str]] = [(quilt.side, name) for name in SCHEDULER_SIDE]
     for worker in quilt.workers:
@@ -120,7 +116,8 @@ def make(draw: random.Random, name: str) -> Quilt:
     multi = draw.choice([False] * 8 + [True, [SIBLING], [SIBLING]])
     bind = contextlib.ExitStack()
     if draw.random() < 0.03:
-        bind.enter_context(MethodFault(SchedulerSide, "bind", instead=fail_to_bind))
+        # The connector never learns of the engine's cache manager: it must neither save nor load.
+        bind.enter_context(mock.patch.object(SchedulerSide, "bind", side_effect=Injected))
     with bind:
         return new_quilt(draw, name, ranks, rates, late, multi)
 
