@@ -266,7 +266,9 @@ def test_blocks_of_a_local_hit_that_the_store_lacks_are_saved(rest: int) -> None
 
 def test_tiny_pool_and_tiny_store() -> None:
     """Eviction in both all the time: hits fall, nothing is wrong, nothing leaks."""
-    with Quilt(FULL_AND_SLIDING, num_blocks=70, ram_bytes="448KiB", max_num_batched_tokens=96) as q:
+    with Quilt(
+        FULL_AND_SLIDING, num_blocks=70, ram_bytes="448KiB", max_num_batched_tokens=96, step_seconds=1e-3
+    ) as q:
         for turn in range(3):
             for number in range(6):
                 q.add(tokens(number, 300) + tokens(10 * turn + number, 20), max_tokens=12)
