@@ -267,7 +267,7 @@ def test_blocks_of_a_local_hit_that_the_store_lacks_are_saved(rest: int) -> None
 def test_tiny_pool_and_tiny_store() -> None:
     """Eviction in both all the time: hits fall, nothing is wrong, nothing leaks."""
     with Quilt(
-        FULL_AND_SLIDING, num_blocks=70, ram_bytes="448KiB", max_num_batched_tokens=96, step_seconds=1e-3
+        FULL_AND_SLIDING, num_blocks=70, ram_bytes="448KiB", max_num_batched_tokens=96, step_seconds=1e-6
     ) as q:
         for turn in range(3):
             for number in range(6):
