@@ -180,6 +180,7 @@ class Traffic:
         waiting = [r for r in scheduler.requests.values() if r.status.name == "WAITING_FOR_REMOTE_KVS"]
         # Aborted while they were loading: their blocks wait for the copies, too.
         loading = waiting or any(r.is_finished() for r in scheduler.requests.values())
+        loading = loading or self.quilt.side.loads.under_way()  # reported failed, and copying yet
         try:
             self.quilt.h.reset_prefix_cache(reset_connector=connector, reset_running_requests=running)
         except RuntimeError:  # the engine's own answer while loads or steps are in flight, and only then
@@ -225,6 +226,11 @@ class Traffic:
             self.quilt.step(30)  # what loads from that rank holds its blocks, the rest goes on
         for late in silent:
             late.heal()
+        # The blocks of a load that never ends are lost to the engine for as long: with a small pool
+        # that may be what the others wait for.
+        self.quilt.step(30)
+        for copier in self.quilt.copiers:
+            copier.release()
         self.quilt.run()
         assert all(record.finish_reason for record in self.live)
         self.live = []

@@ -140,9 +140,14 @@ class FaultyCopier:
             return self._inner.pending() + sum(not held.ended for held in self._held.values())
 
     def heal(self) -> None:
-        """No more faults: jobs held back run, and completions held back come, at the next poll."""
+        """No more faults, and nothing held back any more."""
         with self._lock:
             self._plan = CopyPlan()
+            self.release()
+
+    def release(self) -> None:
+        """Jobs held back run, and completions held back come, at the next poll; later ones may fail."""
+        with self._lock:
             self._fates = {job_id: fate for job_id, fate in self._fates.items() if fate[0] == "tear"}
             for held in self._held.values():
                 held.polls = 0

@@ -153,13 +153,13 @@ class SchedulerSide:
 
         Idempotent: the answer for one request and local length is remembered with its lease.
         """
+        state = self._state(request)  # also where the answer is no: it waits for blocks
         if self.options.mode == "save_only" or request.skip_reading_prefix_cache:
             return 0, False
         if self._broken or self.pins is None or len(self._attached) < self.num_ranks:
             return 0, False
         if local_tokens % self.layout.lattice_tokens:
             return 0, False
-        state = self._state(request)
         if state.no_fetch:
             return 0, False
         found = self.finder.find(state, local_tokens)
