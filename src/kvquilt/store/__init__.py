@@ -1,6 +1,7 @@
 """Pages of all groups in host RAM: arenas, index, leases, tickets, eviction."""
 
 from kvquilt.store.chain import Chain
+from kvquilt.store.changes import Change
 from kvquilt.store.memory import check_memory
 from kvquilt.store.pool import Arena
 from kvquilt.store.records import (
@@ -25,6 +26,7 @@ __all__ = [
     "ArenaInfo",
     "Audit",
     "Chain",
+    "Change",
     "Found",
     "Grant",
     "GroupStats",

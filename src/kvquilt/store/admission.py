@@ -12,6 +12,7 @@ from kvquilt.layout import CacheLayout
 from kvquilt.store import kernels
 from kvquilt.store.arenas import Arenas
 from kvquilt.store.chain import Chain
+from kvquilt.store.changes import ChangeLog
 from kvquilt.store.index import GroupIndex, Orphaning, orphaning_rules
 from kvquilt.store.leases import PendingTicket, Reserved
 from kvquilt.store.records import Grant, Ticket, Want
@@ -37,14 +38,16 @@ class Admission:
     """Slots in and out of use. Guarded by the store's lock.
 
     usable: slots of each arena that have memory. committed, evicted[reason]: pages per group index.
+    log: hears of every page that becomes visible or goes.
     """
 
-    def __init__(self, layout: CacheLayout, built: Arenas) -> None:
+    def __init__(self, layout: CacheLayout, built: Arenas, log: ChangeLog | None = None) -> None:
         groups = len(layout.groups)
         self.usable = [0] * len(built.arenas)
         self.committed = np.zeros(groups, dtype=np.int64)
         self.evicted = {reason: np.zeros(groups, dtype=np.int64) for reason in EVICTION_REASONS}
         self._layout = layout
+        self._log = log
         self._views = built.views
         self._slots = built.slots
         self._clock = built.slots[0].clock if built.slots else np.zeros(1, dtype=np.int64)
@@ -96,6 +99,8 @@ class Admission:
         """
         parts = sorted(ticket.reserved, key=lambda part: part.view.group.dense)
         for part in parts:
+            if self._log is not None:
+                self._log.committing(part)
             self.committed[part.view.index] += kernels.commit(part.view.slots, part.slots)
         for part in parts:
             if part.view.group.dense:
@@ -106,6 +111,8 @@ class Admission:
         out = np.empty(blocks.size, dtype=np.int64)
         count = kernels.withdraw(view.slots, view.index, chain.hashes, view.hashes_per_block, blocks, out)
         self.evicted["withdrawn"][view.index] += count
+        if self._log is not None:
+            self._log.removed(view.slots, out[:count])
         self._drop_orphans(view.index, out[:count])
         return count
 
@@ -170,6 +177,8 @@ class Admission:
                     dense.touch(chain, 0, chain.num_blocks(dense.index))
         out = np.empty(lacking, dtype=np.int64)
         lost = out[: kernels.evict(view.slots, lacking, call.floor, out)]
+        if self._log is not None:
+            self._log.removed(view.slots, lost)
         groups = view.slots.group[lost]
         self.evicted["room"] += np.bincount(groups, minlength=self.committed.size)
         for group in np.unique(groups):
@@ -178,7 +187,7 @@ class Admission:
 
     def _drop_orphans(self, dense_index: int, lost: IntArray) -> None:
         for rule in self._orphaning.get(dense_index, ()):
-            self.evicted["orphan"][rule.other.index] += rule.apply(lost)
+            self.evicted["orphan"][rule.other.index] += rule.apply(lost, self._log)
 
 
 def _count(counts: dict[str, int], view: GroupIndex, number: int) -> None:

@@ -23,15 +23,17 @@ class Chain:
     """Engine block hashes of one request; hash i covers tokens [0, (i + 1) * tokens_per_hash).
 
     hashes: bytes of 1 to 32 each, all of one length (shorter ones are padded with zeros to
-    four uint64 words). Not thread-safe: it belongs to the request's owner.
+    four uint64 words). Not thread-safe: it belongs to the request's owner, who may note in `source`
+    what the hashes are of; the store hands it on with `Change`, and never looks at it.
 
     Raises ValueError for hashes that are empty, too long or of unequal length.
     """
 
-    __slots__ = ("_buffer", "_hash_bytes", "_length", "_per_block", "layout")
+    __slots__ = ("_buffer", "_hash_bytes", "_length", "_per_block", "layout", "source")
 
     def __init__(self, layout: CacheLayout, hashes: Sequence[bytes] = ()) -> None:
         self.layout = layout
+        self.source: object = None
         self._per_block = tuple(
             layout.hashes_per_block(group) if group.cacheable else 0 for group in layout.groups
         )
@@ -89,6 +91,11 @@ class Chain:
                 f"{self.layout.tokens_per_hash} tokens are known"
             )
         return bytes(self._buffer[index - 1].tobytes()[: self._hash_bytes])
+
+    @property
+    def hash_bytes(self) -> int:
+        """Bytes of each of the engine's hashes; 0 before the first."""
+        return self._hash_bytes
 
     @property
     def hashes(self) -> NDArray[np.uint64]:

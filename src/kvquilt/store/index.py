@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.store import kernels
 from kvquilt.store.chain import Chain
 from kvquilt.store.kernels import Slots
+
+if TYPE_CHECKING:
+    from kvquilt.store.changes import ChangeLog
 
 __all__ = ["GroupIndex", "Orphaning", "new_slots", "orphaning_rules"]
 
@@ -102,9 +106,10 @@ class Orphaning:
     inner: int
     after: int
 
-    def apply(self, lost: IntArray) -> int:
+    def apply(self, lost: IntArray, log: ChangeLog | None = None) -> int:
         """Free what the loss of these slots of the dense group orphans; how many pages went."""
-        return kernels.withdraw_orphans(
+        gone = np.empty(lost.size * (self.inner + 1) if log is not None else 0, dtype=np.int64)
+        count = kernels.withdraw_orphans(
             self.dense.slots,
             lost,
             self.inner,
@@ -112,7 +117,11 @@ class Orphaning:
             self.other.slots,
             self.other.index,
             self.after,
+            gone,
         )
+        if log is not None and count:
+            log.removed(self.other.slots, gone[:count])
+        return int(count)
 
 
 def span_steps(layout: CacheLayout) -> dict[int, int]:

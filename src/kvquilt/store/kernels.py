@@ -418,11 +418,14 @@ def withdraw(s: Slots, group: int, hashes: U64, k: int, blocks: I64, out: I64) -
 
 
 @njit
-def withdraw_orphans(dense: Slots, lost: I64, inner: int, step: int, s: Slots, group: int, after: int) -> int:
+def withdraw_orphans(
+    dense: Slots, lost: I64, inner: int, step: int, s: Slots, group: int, after: int, out: I64
+) -> int:
     """Free the unleased pages of `group` that end inside the blocks that `lost` slots of `dense` held.
 
     inner: hashes kept in `span` per lost slot; step: fine hashes from one to the next.
-    after: pages that end within this many hashes of the block's start stay. How many went.
+    after: pages that end within this many hashes of the block's start stay. How many went;
+    their slots into `out` as far as it reaches.
     """
     count = 0
     for i in range(lost.size):
@@ -435,6 +438,8 @@ def withdraw_orphans(dense: Slots, lost: I64, inner: int, step: int, s: Slots, g
                 slot = _find(s, group, dense.keys, lost[i])
             if slot >= 0 and s.state[slot] == RESIDENT and s.pins[slot] == 0:
                 _withdraw(s, slot)
+                if count < out.size:
+                    out[count] = slot
                 count += 1
     return count
 

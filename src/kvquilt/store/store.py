@@ -21,6 +21,7 @@ from kvquilt.store.accounts import audit, collect_stats
 from kvquilt.store.admission import Admission
 from kvquilt.store.arenas import build_arenas
 from kvquilt.store.chain import Chain
+from kvquilt.store.changes import Change, ChangeLog
 from kvquilt.store.leases import Leases, PendingTicket, Tickets
 from kvquilt.store.lookup import Part, Resolution, needed_range, resolve, resolve_at
 from kvquilt.store.pool import Arena, Populate, Prefault, populate_extent
@@ -42,6 +43,7 @@ class Store:
     prefault: True gives the slots their memory in the background, "sync" before returning,
     False declares all slots usable without touching them (tests, benchmarks of the index).
     populate: how an extent gets its memory.
+    record_changes: keep what `take_changes` gives out; somebody must take it, or it piles up.
 
     One lock guards all state but `Arena.usable_slots`, which the prefault thread publishes; it
     is never held while memory or page bytes are touched. Calls after `close` raise KVQuiltError.
@@ -58,6 +60,7 @@ class Store:
         ticket_seconds: float = 120.0,
         prefault: bool | Literal["sync"] = True,
         populate: Populate = populate_extent,
+        record_changes: bool = False,
     ) -> None:
         self.layout = layout
         built = build_arenas(layout, plan, num_ranks)
@@ -71,7 +74,8 @@ class Store:
         self._closed = False
         self._leases = Leases(clock, lease_seconds)
         self._tickets = Tickets(clock, ticket_seconds)
-        self._admission = Admission(layout, built)
+        self._log = ChangeLog() if record_changes else None
+        self._admission = Admission(layout, built, self._log)
         self._prefault = Prefault(self.arenas, populate)
         self._start_memory(prefault)
 
@@ -238,7 +242,18 @@ class Store:
         with self._lock:
             self._check_open()
             for slots, usable in zip(self._built.slots, self._admission.usable, strict=True):
+                if self._log is not None:
+                    self._log.resetting(slots, usable)
                 kernels.clear(slots, usable)
+
+    def take_changes(self) -> list[Change]:
+        """What has become visible and what has gone since the last call, in order.
+
+        Always empty unless made with `record_changes`. Applied to the set of visible keys of then,
+        it gives the set of now. May be called after `close`, which changes nothing.
+        """
+        with self._lock:
+            return self._log.take() if self._log is not None else []
 
     def audit(self) -> Audit:
         """Count everything twice. Raises StoreCorruptError with all that does not add up."""

@@ -184,6 +184,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock = Clock()
         names = [g.name for g in self.layout.groups if g.cacheable and g.page_bytes]
         slots = {name: data.draw(st.integers(1, 10), label=f"slots of {name}") for name in names}
+        self.recorded = data.draw(st.booleans(), label="record changes")
+        self.mirror: set[tuple[int, bytes]] = set()
         self.store = Store(
             self.layout,
             Plan(slots, partition=self.partition),
@@ -191,6 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
             lease_seconds=LEASE_SECONDS,
             ticket_seconds=TICKET_SECONDS,
             prefault=False,
+            record_changes=self.recorded,
         )
         totals = [arena.num_slots for arena in self.store.arenas]
         self.model = Model(self.layout, self.store.arena_of, totals, order=[[] for _ in totals])
@@ -576,6 +579,21 @@ class StoreMachine(RuleBasedStateMachine):
                 assert stats[g.name].pages == len(resident)
                 for reason, count in stats[g.name].evictions_by_reason.items():
                     assert count == self.model.evicted[index, reason]
+
+    @invariant()
+    def changes_tell_the_visible_keys(self) -> None:
+        """Whoever applies them holds exactly what can be found; no page comes or goes twice."""
+        if not hasattr(self, "store"):
+            return
+        for change in self.store.take_changes():
+            for at, key in enumerate(change.keys):
+                name = (change.group, key.tobytes())
+                assert (name in self.mirror) != change.stored
+                (self.mirror.add if change.stored else self.mirror.discard)(name)
+                if change.chain is not None and change.blocks is not None:
+                    assert (change.chain.keys(change.group)[change.blocks[at]] == key).all()
+        resident = {name for name, page in self.model.pages.items() if page.state == "resident"}
+        assert self.mirror == (resident if self.recorded else set())
 
     @invariant()
     def same_pages(self) -> None:
