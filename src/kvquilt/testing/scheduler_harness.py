@@ -49,6 +49,7 @@ class SchedulerHarness:
     multi_connector: True wraps the connector in the engine's MultiConnector; a list of
     `kv_transfer_config` mappings adds these after it.
     load_failure_policy: the engine's `kv_load_failure_policy`; None leaves its default.
+    kv_events: the engine's `kv_events_config`; None for none.
     on_worker: called with (rank, connector) of each worker after construction and again after
     `register_kv_caches`, with "made" or "registered" as third argument; the place for faults.
 
@@ -76,6 +77,7 @@ class SchedulerHarness:
         memory_layout: MemoryLayout = "auto",
         hash_algorithm: str = "sha256",
         scheduler_options: Mapping[str, Any] | None = None,
+        kv_events: Mapping[str, Any] | None = None,
         on_worker: OnWorker | None = None,
     ) -> None:
         self.requests: dict[str, HarnessRequest] = {}
@@ -98,6 +100,7 @@ class SchedulerHarness:
             memory_layout=memory_layout,
             hash_algorithm=hash_algorithm,
             scheduler_options=scheduler_options or {},
+            kv_events=kv_events,
         )
         self.engine = SimEngine(config, runner, on_worker, self._salt_of, self._admitted)
 

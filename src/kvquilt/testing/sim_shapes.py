@@ -183,6 +183,7 @@ class EngineConfig:
     memory_layout: MemoryLayout
     hash_algorithm: str
     scheduler_options: Mapping[str, Any]
+    kv_events: Mapping[str, Any] | None = None
     vllm: Any = field(init=False)
     kv_cache: Any = field(init=False)
     scheduler_block_size: int = field(init=False)
@@ -209,7 +210,14 @@ class EngineConfig:
         return config, copy.deepcopy(self.kv_cache)
 
     def _vllm_config(self) -> Any:
-        from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
+        from vllm.config import (
+            CacheConfig,
+            DeviceConfig,
+            KVEventsConfig,
+            KVTransferConfig,
+            SchedulerConfig,
+            VllmConfig,
+        )
 
         scheduler_options = {
             "max_num_seqs": self.max_num_seqs,
@@ -232,6 +240,7 @@ class EngineConfig:
                 num_gpu_blocks_override=self.num_blocks,
             ),
             kv_transfer_config=KVTransferConfig(**self.kv_transfer) if self.kv_transfer else None,
+            kv_events_config=KVEventsConfig(**self.kv_events) if self.kv_events else None,
             device_config=DeviceConfig("cpu"),
         )
         # Set afterwards: the CPU platform turns the first off, and several ranks would be checked

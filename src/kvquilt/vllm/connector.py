@@ -18,6 +18,7 @@ from vllm.v1.metrics.stats import CacheHitSource
 
 from kvquilt.config import parse_options
 from kvquilt.errors import ConfigError
+from kvquilt.vllm.events import KVEvents, events_wanted
 from kvquilt.vllm.guard import guarded
 from kvquilt.vllm.layout import engine_groups
 from kvquilt.vllm.lookups import LookupRecord
@@ -30,6 +31,7 @@ from kvquilt.vllm.worker import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -86,6 +88,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
                 tokens_per_step=vllm_config.scheduler_config.max_num_batched_tokens,
                 engine_caches=bool(vllm_config.cache_config.enable_prefix_caching),
                 namespace=namespace,
+                events=KVEvents(kv_cache_config, layout) if events_wanted(vllm_config) else None,
             )
         else:
             self._worker_side = WorkerSide(
@@ -190,6 +193,10 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
     def _drop(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler_side.drop(request)
         return False, None
+
+    @guarded(lambda self: [])
+    def take_events(self) -> list[KVCacheEvent]:
+        return self.scheduler_side.take_events()
 
     @guarded(lambda self: False)
     def has_pending_push_work(self) -> bool:

@@ -15,6 +15,7 @@ from kvquilt.retention import prompt_boundaries
 from kvquilt.sizing import plan_slots
 from kvquilt.store import Store, check_memory, warm_up
 from kvquilt.vllm.divergent import DivergentHits
+from kvquilt.vllm.events import KVEvents
 from kvquilt.vllm.handover import PoolServer, layout_fingerprint
 from kvquilt.vllm.layout import EngineGroups
 from kvquilt.vllm.loads import LoadBook
@@ -27,6 +28,7 @@ from kvquilt.vllm.saves import BlockTables, Progress, SaveBook
 from kvquilt.vllm.start import start_lines, warn_of_idle_states
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -46,7 +48,7 @@ class SchedulerSide:
     engine_caches: the engine's own prefix caching is on, so a prefix that is being loaded for one
     request will be a local hit of the next.
     namespace: what the stored bytes belong to; in one engine's memory it never changes, and the
-    start line names it.
+    start line names it. events: set if the engine publishes KV events.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class SchedulerSide:
         tokens_per_step: int = 0,
         engine_caches: bool = True,
         namespace: NamespaceFactors | None = None,
+        events: KVEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         layout = groups.layout
@@ -79,7 +82,10 @@ class SchedulerSide:
         warn_of_idle_states(options.checkpoint_interval, groups)
         check_memory(budget)
         warm_up()
-        self.store = Store(layout, self.plan, num_ranks=num_ranks, clock=clock)
+        self.store = Store(
+            layout, self.plan, num_ranks=num_ranks, clock=clock, record_changes=events is not None
+        )
+        self._events = events
         self.store.register_owner(self.owner, live=True)
         try:
             self._server: PoolServer | None = PoolServer(self.store.arenas, layout_fingerprint(layout))
@@ -240,7 +246,10 @@ class SchedulerSide:
         boundaries = prompt_boundaries(
             self.layout, request.num_prompt_tokens, slack=self.options.retain_slack
         )
-        return RequestState.of(request, self.layout, boundaries)
+        state = RequestState.of(request, self.layout, boundaries)
+        if self._events is not None:
+            self._events.remember(state.chain, request)
+        return state
 
     # ---- one engine step ----
 
@@ -397,6 +406,10 @@ class SchedulerSide:
     def _release_pins(self) -> None:
         if self.pins is not None and len(self.pins) and self.pins.all_that_is_used():
             self.saves.release_pins(self._states.values())
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What the store holds or lost since the last call, for the engine to publish."""
+        return self._events.translate(self.store.take_changes()) if self._events is not None else []
 
     def stats(self) -> KVQuiltStats | None:
         """Counts since the last call, with the gauges of now; None if nothing happened."""
