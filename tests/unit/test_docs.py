@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kvquilt.config import Options
+from kvquilt.layout.groups import GroupKind
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 
 
 def documented_options() -> dict[str, object]:
@@ -42,7 +46,23 @@ def test_every_metric_is_documented_with_its_type_and_label() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
-    assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in DOCS.glob("*.md")}
+    listed = re.findall(r"[\w/-]+\.md", navigation)
+    assert sorted(listed) == [page.relative_to(DOCS).as_posix() for page in PAGES]
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "kinds").glob("*.md")), ids=lambda path: path.stem)
+def test_figures_of_each_kind_are_what_the_code_says(page: Path) -> None:
+    failed, tried = doctest.testfile(str(page), module_relative=False)
+    assert (failed, tried > 0) == (0, True)
+
+
+def test_there_is_a_page_for_each_kind() -> None:
+    kinds = {*get_args(GroupKind), "latent", "draft"}
+    assert {page.stem for page in (DOCS / "kinds").glob("*.md")} == kinds
+    for kind in kinds:
+        text = (DOCS / "kinds" / f"{kind}.md").read_text(encoding="utf-8")
+        for part in ("## What is stored", "## What a hit needs", "```text", "## What it costs"):
+            assert part in text, f"{kind}: {part}"
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.name)

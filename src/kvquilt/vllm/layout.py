@@ -87,6 +87,9 @@ def engine_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> En
     for index, spec in enumerate(specs):
         if isinstance(spec, MambaSpec):
             _check_recurrent(names[index], spec, vllm_config)
+    if vllm_config.parallel_config.world_size > 1:
+        for name, group in zip(names, kv_cache_config.kv_cache_groups, strict=True):
+            _check_replicas(name, group.kv_cache_spec)
     return EngineGroups(
         CacheLayout(groups, tokens_per_hash=kv_cache_config.hash_block_size),
         handed_over,
@@ -183,6 +186,20 @@ _KIND_WORDS = (
 def _replicated(spec: KVCacheSpec) -> bool:
     """Does every tensor-parallel rank hold the same bytes?"""
     return getattr(spec, "max_tp_shards", None) == 1 or bool(getattr(spec, "tp_replicated", False))
+
+
+def _check_replicas(name: str, spec: KVCacheSpec) -> None:
+    """Layers of one group are all split over the ranks, or all held by every rank.
+
+    Only workers see each layer's spec; the engine's scheduler has the first one's.
+    """
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return
+    if len({_replicated(inner) for inner in spec.kv_cache_specs.values()}) > 1:
+        raise LayoutError(
+            f"cache group {name!r}: some of its layers hold the same KV on all ranks (latent attention), "
+            "others a share each: that is not served with tensor parallelism"
+        )
 
 
 def _chunk(name: str, spec: ChunkedLocalAttentionSpec) -> int:
