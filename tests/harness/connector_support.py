@@ -15,7 +15,7 @@ from kvquilt.testing.harness_records import HarnessRequest
 from kvquilt.testing.scheduler_harness import SchedulerHarness
 from kvquilt.testing.sim_shapes import GroupShape
 
-__all__ = ["LAYOUTS", "Quilt", "full", "sliding", "tokens"]
+__all__ = ["KINDS", "LAYOUTS", "Quilt", "engine_of", "full", "sliding", "states", "tokens"]
 
 
 def full(tokens_per_block: int, **more: Any) -> GroupShape:
@@ -41,6 +41,62 @@ LAYOUTS: dict[str, list[GroupShape]] = {
 }
 
 
+def states(tokens_per_block: int, state_bytes: int, **more: Any) -> GroupShape:
+    return GroupShape("recurrent", tokens_per_block, state_bytes=state_bytes, **more)
+
+
+def chunked(tokens_per_block: int, chunk: int, **more: Any) -> GroupShape:
+    return GroupShape("chunked", tokens_per_block, chunk=chunk, **more)
+
+
+def latent(tokens_per_block: int, **more: Any) -> GroupShape:
+    return full(tokens_per_block, replicated=True, **more)
+
+
+KINDS: dict[str, list[GroupShape]] = {
+    "states": [full(64, bytes_per_token=16), states(64, 1024, num_layers=2)],
+    "states of several sizes": [
+        states(64, 1024),
+        full(64, bytes_per_token=16),
+        states(64, 40, num_layers=2),
+        states(64, 264),
+    ],
+    "padded states": [full(32, bytes_per_token=16), states(32, 200, padded_bytes=512)],
+    "states larger than blocks": [full(16), states(64, 128)],
+    "all states": [full(32), states(32, 256, state_mode="all")],
+    "all states and a window": [full(32), states(32, 256, state_mode="all"), sliding(16, 40)],
+    "states only": [states(32, 128)],
+    "chunked": [chunked(16, 64, num_layers=2), full(16)],
+    "chunked, states": [full(32), chunked(32, 96), states(32, 80)],
+    "full, two windows, states": [full(48, num_layers=2), sliding(16, 40), sliding(32, 100), states(96, 40)],
+    "sliding, states, full": [sliding(32, 64), states(64, 512), full(64)],
+    "mtp": [sliding(16, 64), full(16), full(16, draft=True, drafter="mtp", bytes_per_token=16)],
+    "mtp with a window": [full(32), sliding(16, 40, extra_tokens=2, draft=True, drafter="numbered")],
+    "eagle, no group flagged": [full(32), sliding(16, 40), full(32, drafter="numbered")],
+    "draft model": [sliding(64, 64), full(32), full(128, drafter="draft_model", bytes_per_token=16)],
+    "scratch ring": [full(32), GroupShape("ring", 16), sliding(16, 40)],
+    "scratch replay": [full(32, num_layers=2), GroupShape("replay", 16, window=64)],
+    "unequal layers": [full(32, layer_bytes=(8, 24, 16)), sliding(16, 40)],
+    "two caches per layer": [full(32, num_layers=2), full(32, beside=0, num_layers=2, bytes_per_token=16)],
+    "latent": [latent(16, num_layers=2, bytes_per_token=24), sliding(32, 100)],
+}
+"""Layouts of the kinds beyond full and sliding groups."""
+
+SPECULATION = {
+    "mtp": "mtp",
+    "mtp with a window": "mtp",
+    "eagle, no group flagged": "eagle",
+    "draft model": "draft_model",
+}
+
+
+def engine_of(name: str) -> tuple[list[GroupShape], dict[str, Any]]:
+    """Groups and engine options of a layout."""
+    if name in LAYOUTS:
+        return LAYOUTS[name], {}
+    return KINDS[name], {"speculation": SPECULATION[name]} if name in SPECULATION else {}
+
+
 class Quilt:
     """One engine with kvquilt; a context manager.
 
@@ -64,7 +120,7 @@ class Quilt:
         **rest: Any,
     ) -> None:
         names = ("ram_bytes", "group_partition", "retention", "retain_slack", "retain_generated")
-        names += ("checkpoint_interval", "namespace_salt", "load_timeout_seconds", "mode")
+        names += ("checkpoint_interval", "namespace_salt", "load_timeout_seconds", "mode", "draft")
         multi_connector = rest.pop("multi_connector", True)
         options: dict[str, Any] = {"ram_bytes": "4MiB", **{n: rest.pop(n) for n in names if n in rest}}
         self.late: dict[int, LateWorker] = {}

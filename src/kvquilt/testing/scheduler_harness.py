@@ -23,8 +23,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvquilt.testing.harness_records import Admission, Hang, HarnessRequest, LeakError
+from kvquilt.testing.sim_config import EngineConfig, MemoryLayout, Speculation
 from kvquilt.testing.sim_engine import OnWorker, SimEngine, kv_transfer_options
-from kvquilt.testing.sim_shapes import EngineConfig, GroupShape, MemoryLayout
+from kvquilt.testing.sim_shapes import GroupShape
 from kvquilt.testing.sim_worker import RunnerKind
 
 __all__ = ["SchedulerHarness"]
@@ -50,6 +51,7 @@ class SchedulerHarness:
     `kv_transfer_config` mappings adds these after it.
     load_failure_policy: the engine's `kv_load_failure_policy`; None leaves its default.
     kv_events: the engine's `kv_events_config`; None for none.
+    speculation, num_draft_tokens: drafts are proposed and verified; some are wrong.
     on_worker: called with (rank, connector) of each worker after construction and again after
     `register_kv_caches`, with "made" or "registered" as third argument; the place for faults.
 
@@ -78,6 +80,8 @@ class SchedulerHarness:
         hash_algorithm: str = "sha256",
         scheduler_options: Mapping[str, Any] | None = None,
         kv_events: Mapping[str, Any] | None = None,
+        speculation: Speculation | None = None,
+        num_draft_tokens: int = 3,
         on_worker: OnWorker | None = None,
     ) -> None:
         self.requests: dict[str, HarnessRequest] = {}
@@ -101,6 +105,8 @@ class SchedulerHarness:
             hash_algorithm=hash_algorithm,
             scheduler_options=scheduler_options or {},
             kv_events=kv_events,
+            speculation=speculation,
+            num_draft_tokens=num_draft_tokens,
         )
         self.engine = SimEngine(config, runner, on_worker, self._salt_of, self._admitted)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvquilt.testing.harness_records import BlockWatch
 from kvquilt.testing.sim_model import SimMemory
-from kvquilt.testing.sim_shapes import EngineConfig
+from kvquilt.testing.sim_config import EngineConfig
 from kvquilt.testing.sim_worker import RunnerKind, SimWorker
 
 __all__ = ["OnWorker", "SimEngine", "kv_transfer_options"]
@@ -94,7 +94,15 @@ class SimEngine:
             return computed, []
         mid_step()
         outputs = scheduler.update_from_output(*self._inflight.popleft())
+        if self.config.speculation is not None and computed:
+            self._take_drafts()
         return computed, [item for client in outputs.values() for item in client.outputs]
+
+    def _take_drafts(self) -> None:
+        from vllm.v1.outputs import DraftTokenIds
+
+        drafts = self.workers[0].propose(self.config.num_draft_tokens)
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def check_memory(self) -> None:
         """Poison what was given back since the last step; StrayWrite if idle memory was written."""

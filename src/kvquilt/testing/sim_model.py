@@ -70,25 +70,25 @@ class SimMemory:
         size = max(tensor.size for tensor in config.kv_cache_tensors)
         self._raw = torch.full((size // 8,), int(POISON.astype(np.int64)), dtype=torch.int64)
         raw_words = self._raw.numpy().view(np.uint64)
-        placement = {layer: place for place in config.kv_cache_tensors for layer in place.layers}
         self.layers: list[SimLayer] = []
-        for index, (shape, group) in enumerate(zip(shapes, config.kv_cache_groups, strict=True)):
-            place = placement[group.layer_names[0]]
-            views = create_kv_cache_views(
-                self._raw.view(torch.int8),
-                group.kv_cache_spec,
-                self.num_blocks,
-                KVCacheLayout[config.kv_cache_layout],
-                place,
+        group_of = {name: i for i, g in enumerate(config.kv_cache_groups) for name in g.layer_names}
+        for place in config.kv_cache_tensors:
+            index = group_of[place.layers[0]]
+            shape, group = shapes[index], config.kv_cache_groups[index]
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(
+                place.layers[0], group.kv_cache_spec
             )
-            width = shape.entry_bytes // 8
-            for number, (name, tensor) in enumerate(zip(place.layers, views, strict=True)):
+            layout = KVCacheLayout[config.kv_cache_layout]
+            views = create_kv_cache_views(self._raw.view(torch.int8), spec, self.num_blocks, layout, place)
+            for i, (name, tensor) in enumerate(zip(place.layers, views, strict=True)):
+                number = group.layer_names.index(name)
+                entry = shape.layer_entry_bytes(number)
                 words = np.lib.stride_tricks.as_strided(
-                    raw_words[(place.offset + number * place.layer_stride) // 8 :],
-                    shape=(self.num_blocks, shape.page_bytes // shape.entry_bytes, width),
-                    strides=(place.block_stride, shape.entry_bytes, 8),
+                    raw_words[(place.offset + i * place.layer_stride) // 8 :],
+                    shape=(self.num_blocks, shape.layer_page_bytes(number) // entry, entry // 8),
+                    strides=(place.block_stride, entry, 8),
                 )
-                constants = layer_constants(index, number, rank, width)
+                constants = layer_constants(index, number, 0 if shape.replicated else rank, entry // 8)
                 self.layers.append(SimLayer(name, index, words, tensor, constants))
         # Blocks that nobody holds and whose contents nobody may read; the null block always is one.
         self._idle = np.zeros(self.num_blocks, dtype=bool)
@@ -136,12 +136,16 @@ class SimMemory:
 
 @dataclass
 class SimRequest:
-    """What the worker knows of a request: its tokens and its block table, one list per group."""
+    """What the worker knows of a request: its tokens and its block table, one list per group.
+
+    first: where computing began; a window that is computed anew after a hit holds nothing before.
+    """
 
     id: str
     hashes: TokenHashes
     num_prompt_tokens: int
     tables: tuple[list[int], ...]
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class _Work:
     stop: int
     # Running hashes, one longer than the tokens when the next token is already decided.
     hashes: NDArray[np.uint64]
+    # What a drafter computes: it runs when the drafts have been verified.
+    verified: _Work | None = None
 
 
 class SimModel:
@@ -165,26 +171,56 @@ class SimModel:
         self.requests: dict[str, SimRequest] = {}
         self._work: list[_Work] = []
 
-    def plan(self, scheduled: Mapping[str, tuple[int, int]]) -> dict[str, list[int]]:
+    def plan(
+        self, scheduled: Mapping[str, tuple[int, int]], drafts: Mapping[str, Sequence[int]] | None = None
+    ) -> dict[str, list[int]]:
         """Take up a step: request -> (computed tokens, tokens to compute). Returns what is sampled.
 
-        A request that still has known tokens after this step samples nothing.
+        drafts: tokens to verify, at the end of those to compute. A request that still has known
+        tokens after this step samples nothing.
         """
         self._work = []
         sampled: dict[str, list[int]] = {}
         for request_id, (start, count) in scheduled.items():
             request = self.requests[request_id]
-            stop = start + count
-            if stop > len(request.hashes):
+            drafted = list((drafts or {}).get(request_id, ()))
+            stop = start + count - len(drafted)
+            if stop > len(request.hashes) or (drafted and stop < len(request.hashes)):
                 known = len(request.hashes)
                 raise HarnessError(f"request {request_id}: asked to compute {stop} tokens, {known} are known")
             sampled[request_id] = []
-            if stop == len(request.hashes):
-                token = next_token(request.hashes.values[-1], self.vocab_size)
-                request.hashes.extend([token])
-                sampled[request_id] = [token]
-            self._work.append(_Work(request, start, stop, request.hashes.values))
+            if stop < len(request.hashes):
+                self._work.append(_Work(request, start, stop, request.hashes.values))
+                continue
+            unverified = TokenHashes(request.hashes.tokens, request.hashes.salt) if drafted else None
+            sampled[request_id] = self._sample(request.hashes, drafted)
+            work = _Work(request, start, len(request.hashes) - 1, request.hashes.values)
+            if unverified is not None:
+                unverified.extend(drafted)
+                work = _Work(request, start, start + count, unverified.values, work)
+            self._work.append(work)
         return sampled
+
+    def _sample(self, hashes: TokenHashes, drafted: Sequence[int]) -> list[int]:
+        """Extend by the drafts that are right, and by one token more; returns what was added."""
+        sampled: list[int] = []
+        for draft in (*drafted, None):
+            sampled.append(next_token(hashes.values[-1], self.vocab_size))
+            hashes.extend(sampled[-1:])
+            if draft != sampled[-1]:
+                break
+        return sampled
+
+    def propose(self, request_id: str, count: int) -> list[int]:
+        """Drafts for a request: those to come, but for some that are wrong."""
+        request = self.requests[request_id]
+        hashes = TokenHashes(request.hashes.tokens, request.hashes.salt)
+        drafts: list[int] = []
+        for _ in range(count):
+            drafts.append(next_token(hashes.values[-1], self.vocab_size))
+            hashes.extend(drafts[-1:])
+        wrong = int(hashes.values[-1]) % (count + 1)  # as many are right, all at most
+        return [token if i < wrong else (token + 1) % self.vocab_size for i, token in enumerate(drafts)]
 
     def forward(self, layer: SimLayer) -> None:
         """Compute one layer: write the new entries of all requests, then read as attention does.
@@ -192,38 +228,68 @@ class SimModel:
         All write before any reads, as in the engine: a request may hit blocks that another request
         fills in the same step. A state is read before, as in the engine. Raises WrongKV.
         """
-        if self.shapes[layer.group].kind == "recurrent":
+        shape = self.shapes[layer.group]
+        if shape.kind == "recurrent":
             self._forward_states(layer)
             return
-        for work in self._work:
+        if shape.kind == "ring":
+            self._forward_ring(layer)
+            return
+        drafting = shape.draft or shape.drafter is not None
+        todo = [work.verified if drafting and work.verified else work for work in self._work]
+        for work in todo:
             positions = np.arange(work.start, work.stop)
             blocks, offsets = self._locate(layer, work, positions)
             layer.words[blocks, offsets] = self._entries(layer, work, positions)
+        for work in todo:
+            first = shape.first_read(work.start)
+            if shape.kind == "replay":
+                first = max(first, work.request.first)
+            if self._read(layer, work, np.arange(first, work.stop)):
+                positions = np.arange(work.start, work.stop)
+                blocks, offsets = self._locate(layer, work, positions)
+                layer.words[blocks, offsets] = 0  # what comes of zeros is worth no more than they are
+
+    def _forward_ring(self, layer: SimLayer) -> None:
+        """One block per request, used round and round: it holds what of the open block was computed."""
+        shape = self.shapes[layer.group]
         for work in self._work:
-            positions = np.arange(self.shapes[layer.group].first_read(work.start), work.stop)
-            self._read(layer, work, positions)
+            self._read(layer, work, np.arange(shape.first_read(work.start), work.start))
+            kept = np.arange(max(work.start, work.stop - shape.tokens_per_block), work.stop)
+            blocks, offsets = self._locate(layer, work, kept)
+            layer.words[blocks, offsets] = self._entries(layer, work, kept)
 
     def _forward_states(self, layer: SimLayer) -> None:
-        """The state after the last computed token is read; the one after the last new token is kept."""
+        """The state after the last computed token is read; the one after the last new token is kept,
+        and with `state_mode` "all" each one at the end of a block."""
+        shape = self.shapes[layer.group]
         for work in self._work:
             if work.start:
                 self._read(layer, work, np.asarray([work.start - 1]))
         for work in self._work:
-            last = np.asarray([work.stop - 1])
-            blocks, _ = self._locate(layer, work, last)
-            layer.words[blocks, 0] = self._entries(layer, work, last)
+            kept = np.asarray([work.stop - 1])
+            if shape.state_mode == "all":
+                ends = np.arange(work.start + 1, work.stop)
+                kept = np.append(ends[ends % shape.tokens_per_block == 0] - 1, kept)
+            blocks, _ = self._locate(layer, work, kept)
+            layer.words[blocks, 0] = self._entries(layer, work, kept)
 
-    def _read(self, layer: SimLayer, work: _Work, positions: NDArray[np.int64]) -> None:
+    def _read(self, layer: SimLayer, work: _Work, positions: NDArray[np.int64]) -> bool:
+        """Compare with what must be there; True if a drafter met zeros instead."""
         blocks, offsets = self._locate(layer, work, positions)
         read = layer.words[blocks, offsets]
         wrong = (read != self._entries(layer, work, positions)).any(axis=1)
-        if self.shapes[layer.group].draft:
+        hollow = False
+        if self.shapes[layer.group].drafter is not None:
             # The target model verifies every draft, so a connector may leave zeros there.
-            wrong &= read.any(axis=1)
+            zero = ~read.any(axis=1)
+            hollow = bool(zero.any())
+            wrong &= ~zero
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             what = "never written" if (read[at] == POISON).any() else "another token's"
             raise self._wrong(layer, work, int(positions[at]), int(blocks[at]), what)
+        return hollow
 
     def _entries(self, layer: SimLayer, work: _Work, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
         # A draft layer's entry also depends on the token after it: that is why a hit in such a
@@ -238,6 +304,8 @@ class SimModel:
         tokens_per_block = self.shapes[layer.group].tokens_per_block
         table = np.asarray(work.request.tables[layer.group], dtype=np.int64)
         index = positions // tokens_per_block
+        if self.shapes[layer.group].kind == "ring":
+            index = np.zeros_like(positions)
         missing = index >= len(table)
         if missing.any():
             raise self._wrong(layer, work, int(positions[missing][0]), -1, "outside its block table")

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from kvquilt.testing.sim_config import EngineConfig
 from kvquilt.testing.sim_fingerprint import TokenHashes
 from kvquilt.testing.sim_model import SimMemory, SimModel, SimRequest
-from kvquilt.testing.sim_shapes import VOCAB_SIZE, EngineConfig, GroupShape
+from kvquilt.testing.sim_shapes import VOCAB_SIZE, GroupShape
 
 __all__ = ["RunnerKind", "SimWorker"]
 
@@ -40,6 +41,7 @@ class SimWorker:
         self.model = SimModel(self.memory, shapes, VOCAB_SIZE)
         self.connector: Any = None
         self._salt_of = salt_of
+        self._sampling: list[str] = []
         if self.vllm_config.kv_transfer_config is not None:
             from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
             from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -70,10 +72,10 @@ class SimWorker:
         self.memory.prepare(scheduled.new_block_ids_to_zero or (), scheduled.kv_cache_block_copies or ())
         starts = self._update_requests(scheduled)
         if self.connector is None:
-            return self._output(self._forward(starts), None)
+            return self._output(self._forward(starts, scheduled), None)
         output = self._connector_output()
         with self._hooks(scheduled, output):
-            sampled = self._forward(starts)
+            sampled = self._forward(starts, scheduled)
         return self._output(sampled, output)
 
     @contextmanager
@@ -106,10 +108,16 @@ class SimWorker:
                 connector.wait_for_save()
             connector.clear_connector_metadata()
 
-    def _forward(self, scheduled: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
-        if not scheduled:
+    def propose(self, count: int) -> dict[str, list[int]]:
+        """Drafts for the requests of the last step that sampled."""
+        return {name: self.model.propose(name, count) for name in self._sampling}
+
+    def _forward(self, starts: dict[str, tuple[int, int]], scheduled: Any) -> dict[str, list[int]]:
+        self._sampling = []
+        if not starts:
             return {}
-        sampled = self.model.plan(scheduled)
+        sampled = self.model.plan(starts, scheduled.scheduled_spec_decode_tokens)
+        self._sampling = [name for name, tokens in sampled.items() if tokens]
         for layer in self.memory.layers:
             if self.connector is not None:
                 self.connector.wait_for_layer_load(layer.name)
@@ -130,6 +138,7 @@ class SimWorker:
                 TokenHashes(tokens, self._salt_of(new.req_id)),
                 len(new.prompt_token_ids),
                 tuple(list(ids) for ids in new.block_ids),
+                new.num_computed_tokens,
             )
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
@@ -148,6 +157,7 @@ class SimWorker:
         new_ids = cached.new_block_ids[index]
         if request_id in cached.resumed_req_ids:
             request.tables = tuple(list(ids) for ids in new_ids)
+            request.first = cached.num_computed_tokens[index]
         elif new_ids is not None:
             for table, ids in zip(request.tables, new_ids, strict=True):
                 table.extend(ids)
