@@ -64,7 +64,7 @@ KINDS: dict[str, list[GroupShape]] = {
     "padded states": [full(32, bytes_per_token=16), states(32, 200, padded_bytes=512)],
     "states larger than blocks": [full(16), states(64, 128)],
     "all states": [full(32), states(32, 256, state_mode="all")],
-    "all states and a window": [full(32), states(32, 256, state_mode="all"), sliding(16, 40)],
+    "all states and a window": [full(32), states(32, 256, state_mode="all"), sliding(32, 40)],
     "states only": [states(32, 128)],
     "chunked": [chunked(16, 64, num_layers=2), full(16)],
     "chunked, states": [full(32), chunked(32, 96), states(32, 80)],

@@ -49,7 +49,7 @@ class EngineGroups:
     handed_over: indices of recurrent groups whose blocks only the engine's hand-off names; their
     block tables move. drafters: names of the groups that hold layers of the drafter alone, so
     that the target model's output does not depend on them. state_interval: tokens between the
-    states that the engine keeps and hands over; 0: one per prompt and junction; None: all.
+    states that the engine hands over; 0: one per prompt and junction; None: all.
     """
 
     layout: CacheLayout
@@ -94,7 +94,8 @@ def engine_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> En
         CacheLayout(groups, tokens_per_hash=kv_cache_config.hash_block_size),
         handed_over,
         frozenset(name for name, drafter in zip(names, drafters, strict=True) if drafter),
-        kv_cache_config.prefix_cache_retention_interval,
+        # Only what is handed over is thinned out; tables that keep every state are read as they are.
+        kv_cache_config.prefix_cache_retention_interval if handed_over else None,
     )
 
 
