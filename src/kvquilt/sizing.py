@@ -126,7 +126,9 @@ def _demand(group: CacheGroup, layout: CacheLayout, interval: int | None, slot_b
     if group.dense:
         least = layout.lattice_tokens // group.tokens_per_block + peek
         return _Demand(group, least, per_block, slot_bytes)
-    need = _most_needed(group, layout.lattice_tokens if interval is None else interval) + peek
+    need = _most_needed(group, layout.lattice_tokens) + peek
+    if group.kind == "chunked" and not need:  # every boundary starts a chunk; no arena without a slot
+        return _Demand(group, 1, Fraction(0), slot_bytes)
     if interval is None:
         return _Demand(group, need, per_block, slot_bytes)
     # A window that starts inside a block, or a checkpoint kept beside the newest one, takes one more.
@@ -135,7 +137,7 @@ def _demand(group: CacheGroup, layout: CacheLayout, interval: int | None, slot_b
 
 
 def _most_needed(group: CacheGroup, step: int) -> int:
-    """The most blocks that a boundary at a multiple of `step` tokens (cut to whole blocks) needs."""
+    """The most blocks that a boundary at a multiple of `step` tokens needs."""
     block = group.tokens_per_block
     if group.kind == "chunked":
         chunk = group.chunk or 1

@@ -26,7 +26,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from harness.connector_support import LAYOUTS, Quilt, tokens
+from harness.brute_force import HitCheck
+from harness.connector_support import KINDS, LAYOUTS, Quilt, engine_of, tokens
 from harness.sibling_connector import SIBLING, ClaimingSibling, Wishes
 from kvquilt.testing.faults import CopyPlan, MethodFault, full_store
 from kvquilt.vllm.scheduler import SchedulerSide
@@ -103,7 +104,8 @@ def fault_targets(quilt: Quilt) -> list[tuple[Any, str]]:
 
 def blocks_of_longest(name: str) -> int:
     """The engine starts only if its pool can hold one request of the greatest length."""
-    return 1 + sum(-(-MAX_TOKENS // group.tokens_per_block) for group in LAYOUTS[name])
+    groups, _ = engine_of(name)
+    return 1 + sum(-(-MAX_TOKENS // group.tokens_per_block) + group.spare_blocks for group in groups)
 
 
 def make(draw: random.Random, name: str) -> Quilt:
@@ -125,8 +127,10 @@ def make(draw: random.Random, name: str) -> Quilt:
 def new_quilt(
     draw: random.Random, name: str, ranks: int, rates: Any, late: dict[int, int | None], multi: Any
 ) -> Quilt:
+    groups, options = engine_of(name)
+    recurrent = any(group.kind == "recurrent" for group in groups)
     return Quilt(
-        LAYOUTS[name],
+        groups,
         copies=[CopyPlan(seed=draw.randrange(1 << 30), rates=rates) for _ in range(ranks)],
         late=late,
         step_seconds=0.01,
@@ -141,23 +145,26 @@ def new_quilt(
         checkpoint_interval=draw.choice([None, None, 128]),
         num_blocks=int(blocks_of_longest(name) * draw.choice([1.05, 1.5, 6])),
         max_num_seqs=draw.choice([2, 8]),
-        max_num_batched_tokens=draw.choice([64, 200, 1024]),
-        enable_prefix_caching=draw.random() < 0.8,
+        max_num_batched_tokens=draw.choice([64, 200, 1024]) if not recurrent else draw.choice([128, 1024]),
+        enable_prefix_caching=draw.random() < 0.8 or recurrent,
         retention_interval=draw.choice([0, None]),
-        async_scheduling=draw.random() < 0.4,
+        async_scheduling=draw.random() < 0.4 and not options,
+        draft=draw.choice(["best_effort", "best_effort", "required"]),
         runner=draw.choice(["v1", "v1-deferred", "v2"]),
         num_ranks=ranks,
         multi=multi is not False,
         multi_connector=multi,
         load_failure_policy="recompute",
+        **options,
     )
 
 
 class Traffic:
     """What clients and operators do to one engine."""
 
-    def __init__(self, quilt: Quilt) -> None:
+    def __init__(self, quilt: Quilt, name: str) -> None:
         self.quilt = quilt
+        self.hits = HitCheck(quilt, engine_of(name)[0])
         self.live: list[Any] = []
         self.served = 0
         self._faults = contextlib.ExitStack()
@@ -198,6 +205,7 @@ class Traffic:
     def step(self, times: int) -> None:
         for _ in range(times):
             self.quilt.step()
+        assert self.hits.wrong == []
         self.live = [record for record in self.live if record.finish_reason is None]
 
     def inject(self, which: int, rate: float, after: bool, seed: int) -> None:
@@ -240,6 +248,7 @@ class Traffic:
         self.drain()
         self.quilt.settle()
         self.quilt.check_end(hook_errors=None)
+        assert self.hits.wrong == []
         expected = {"Injected", "TransferError"}
         assert {kind for _, kind in self.quilt.hook_errors()} <= expected, self.quilt.hook_errors()
 
@@ -249,9 +258,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     traffic: Traffic | None = None
 
-    @initialize(name=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 1 << 20))
+    @initialize(name=st.sampled_from(sorted(LAYOUTS | KINDS)), seed=st.integers(0, 1 << 20))
     def begin(self, name: str, seed: int) -> None:
-        self.traffic = Traffic(make(random.Random(seed), name))
+        self.traffic = Traffic(make(random.Random(seed), name), name)
 
     @property
     def now(self) -> Traffic:
@@ -344,9 +353,10 @@ def test_nothing_leaks_and_nothing_hangs_whatever_happens() -> None:
 def random_traffic(seed: int, num_requests: int) -> dict[str, float]:
     """`num_requests` requests and everything else at random; what was counted."""
     draw = random.Random(seed)
-    names = sorted(LAYOUTS)
-    quilt = make(draw, names[seed % len(names)])
-    traffic = Traffic(quilt)
+    names = sorted(LAYOUTS | KINDS)
+    name = names[seed % len(names)]
+    quilt = make(draw, name)
+    traffic = Traffic(quilt, name)
     with quilt:
         while traffic.served < num_requests:
             act = draw.random()

@@ -15,8 +15,10 @@ from kvquilt.sizing import SlotPlan, plan_slots
 ALIGNMENT = 64  # small, so that rounding matters in small budgets
 
 
-def density(group: CacheGroup, interval: int | None) -> Fraction:
+def density(group: CacheGroup, lattice: int, interval: int | None) -> Fraction:
     every = Fraction(1, group.tokens_per_block)
+    if group.kind == "chunked" and worst_chunk(group, lattice) + int(group.draft) == 0:
+        return Fraction(0)
     if interval is None or group.kind == "full":
         return every
     if group.kind == "recurrent":
@@ -26,17 +28,15 @@ def density(group: CacheGroup, interval: int | None) -> Fraction:
         need = math.ceil((group.window - 1 + group.extra_tokens) / group.tokens_per_block)
         return min(every, Fraction(need + int(group.draft) + 1, interval))
     assert group.kind == "chunked"
-    return min(every, Fraction(worst_chunk(group, interval) + int(group.draft), interval))
+    need = worst_chunk(group, lattice) + int(group.draft)
+    return min(every, Fraction(need, interval))
 
 
-def worst_chunk(group: CacheGroup, step: int) -> int:
-    """Most blocks of the current chunk at any checkpoint; 0 if checkpoints fall on chunk starts."""
+def worst_chunk(group: CacheGroup, lattice: int) -> int:
+    """Most blocks of the current chunk at any boundary; 0 if all boundaries are chunk starts."""
     assert group.chunk is not None
-    if step % group.chunk == 0:
-        return 0
     worst = 0
-    for k in range(1, math.lcm(group.chunk, group.tokens_per_block, step) // step + 1):
-        end = k * step // group.tokens_per_block * group.tokens_per_block
+    for end in range(lattice, math.lcm(group.chunk, lattice) + 1, lattice):
         tokens = range(end // group.chunk * group.chunk, end)
         worst = max(worst, len({t // group.tokens_per_block for t in tokens}))
     return worst
@@ -52,7 +52,7 @@ def least(group: CacheGroup, lattice: int, interval: int | None) -> int:
         assert group.window is not None
         need = math.ceil((group.window - 1 + group.extra_tokens) / group.tokens_per_block)
         return need + int(group.draft)
-    return worst_chunk(group, lattice if interval is None else interval) + int(group.draft)
+    return max(1, worst_chunk(group, lattice) + int(group.draft))
 
 
 def random_layout(rng: np.random.Generator) -> CacheLayout:
@@ -94,7 +94,11 @@ class Case:
     def slots(self, tokens: int) -> dict[str, int]:
         out = {}
         for g in self.layout.groups:
-            grown = math.ceil(tokens * density(g, self.interval)) if self.sizes[g.name] else 0
+            grown = (
+                math.ceil(tokens * density(g, self.layout.lattice_tokens, self.interval))
+                if self.sizes[g.name]
+                else 0
+            )
             floor = least(g, self.layout.lattice_tokens, self.interval) if self.sizes[g.name] else 0
             out[g.name] = max(floor, grown)
         return out

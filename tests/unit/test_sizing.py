@@ -226,11 +226,18 @@ def test_b27_the_parts_never_exceed_the_budget() -> None:
     assert plan.slots == {"full": 64, "state": 64}  # in the proportion of their pages
 
 
-def test_checkpoints_on_chunk_starts_need_nothing_of_the_chunk() -> None:
+def test_a_checkpoint_may_need_the_whole_chunk_wherever_the_interval_falls() -> None:
+    """Checkpoints are where prompts end, not at multiples of the interval."""
     local = CacheGroup("local", kind="chunked", chunk=8192, tokens_per_block=16, page_bytes=4096)
     layout = CacheLayout([full(16, 4096), local])
-    assert plan_slots(layout, GIB, 16_384).slots["local"] == 0
+    plan = plan_slots(layout, GIB, 16_384)
+    assert plan.slots["local"] == -(-plan.tokens * 511 // 16_384)
     assert plan_slots(layout, GIB, 2048).slots["local"] == plan_slots(layout, GIB, 2048).slots["full"]
+
+
+def test_a_chunk_that_every_boundary_starts_anew_costs_one_slot() -> None:
+    local = CacheGroup("local", kind="chunked", chunk=16, tokens_per_block=16, page_bytes=4096)
+    assert plan_slots(CacheLayout([full(16, 4096), local]), GIB).slots["local"] == 1
 
 
 def test_a_budget_below_one_boundary_names_the_group_and_the_least() -> None:

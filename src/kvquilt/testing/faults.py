@@ -59,8 +59,10 @@ class MethodFault:
         self._at = at
         self._rate = rate
         self._seed = seed
+        self._own: Any = None
 
     def __enter__(self) -> Self:
+        self._own = vars(self._target).get(self._name) if hasattr(self._target, "__dict__") else None
         try:
             setattr(self._target, self._name, self._call)
         except AttributeError as error:
@@ -71,7 +73,10 @@ class MethodFault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        delattr(self._target, self._name)
+        if self._own is None:
+            delattr(self._target, self._name)
+        else:  # a class, or a fault upon a fault
+            setattr(self._target, self._name, self._own)
 
     def _hits(self, call: int) -> bool:
         if self._at is not None:

@@ -196,7 +196,7 @@ class SimModel:
             sampled[request_id] = self._sample(request.hashes, drafted)
             work = _Work(request, start, len(request.hashes) - 1, request.hashes.values)
             if unverified is not None:
-                unverified.extend(drafted)
+                unverified.extend([max(0, token) for token in drafted])  # -1: no draft at all
                 work = _Work(request, start, start + count, unverified.values, work)
             self._work.append(work)
         return sampled
@@ -285,6 +285,11 @@ class SimModel:
             zero = ~read.any(axis=1)
             hollow = bool(zero.any())
             wrong &= ~zero
+            if self.shapes[layer.group].draft:
+                # The block's hash does not cover the token after it: where another continuation was
+                # saved first, its last entry is that one's, in the engine's own cache as well.
+                last = self.shapes[layer.group].tokens_per_block - 1
+                wrong &= (offsets != last) | (read == POISON).any(axis=1)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             what = "never written" if (read[at] == POISON).any() else "another token's"

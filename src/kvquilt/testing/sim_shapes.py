@@ -83,6 +83,11 @@ class GroupShape:
                 raise ValueError(f"{name}={value}: the {kinds[0]} kind, and no other, has one")
 
     @property
+    def spare_blocks(self) -> int:
+        """Blocks that a request may hold beside those of its tokens: old states and new ones."""
+        return 2 if self.kind == "recurrent" else 0
+
+    @property
     def cacheable(self) -> bool:
         """Does the engine's prefix cache know this group?"""
         return self.kind not in ("ring", "replay")
