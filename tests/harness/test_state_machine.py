@@ -187,7 +187,8 @@ class Traffic:
         waiting = [r for r in scheduler.requests.values() if r.status.name == "WAITING_FOR_REMOTE_KVS"]
         # Aborted while they were loading: their blocks wait for the copies, too.
         loading = waiting or any(r.is_finished() for r in scheduler.requests.values())
-        loading = loading or self.quilt.side.loads.under_way()  # reported failed, and copying yet
+        # Reported failed while their copies went on: so do their pins.
+        loading = loading or self.quilt.side.loads.under_way()
         try:
             self.quilt.h.reset_prefix_cache(reset_connector=connector, reset_running_requests=running)
         except RuntimeError:  # the engine's own answer while loads or steps are in flight, and only then

@@ -16,6 +16,7 @@ from kvquilt.sizing import plan_slots
 from kvquilt.store import Store, check_memory, warm_up
 from kvquilt.vllm.divergent import DivergentHits
 from kvquilt.vllm.events import KVEvents
+from kvquilt.vllm.failures import FailedLoads
 from kvquilt.vllm.handover import PoolServer, layout_fingerprint
 from kvquilt.vllm.layout import EngineGroups
 from kvquilt.vllm.loads import LoadBook
@@ -113,6 +114,7 @@ class SchedulerSide:
             clock=clock,
         )
         self.pins: PinBook | None = None
+        self._failed_loads = FailedLoads()
         self._drafters = groups.drafters
         self._tokens_per_step = tokens_per_step
         self._engine_caches = engine_caches
@@ -160,6 +162,8 @@ class SchedulerSide:
         Idempotent: the answer for one request and local length is remembered with its lease.
         """
         state = self._state(request)  # also where the answer is no: it waits for blocks
+        if self._failed_loads.ask_again(request.request_id):
+            return None, False
         if self.options.mode == "save_only" or request.skip_reading_prefix_cache:
             return 0, False
         if self._broken or self.pins is None or len(self._attached) < self.num_ranks:
@@ -215,6 +219,7 @@ class SchedulerSide:
 
     def finished(self, request: Request, block_ids: BlockTables) -> None:
         """Finish or abort: save what is left, forget the rest."""
+        self._failed_loads.forget(request.request_id)
         self.divergent.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is None:
@@ -230,6 +235,7 @@ class SchedulerSide:
 
     def drop(self, request: Request) -> None:
         """`finished` failed: give back what the request held, and save nothing."""
+        self._failed_loads.forget(request.request_id)
         self.divergent.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None:
@@ -321,6 +327,7 @@ class SchedulerSide:
             self.loads.told(finished, failed)
         errors += self._take_reports(_payload(output))
         self.loads.filter_output(output)
+        self._failed_loads.add(output.failed_recving, self._states)
         if output.failed_recving and not self._failed_load_logged:
             self._failed_load_logged = True
             logger.warning(
