@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from kvquilt.testing.harness_records import BlockWatch
-from kvquilt.testing.sim_model import SimMemory
 from kvquilt.testing.sim_config import EngineConfig
+from kvquilt.testing.sim_model import SimMemory
 from kvquilt.testing.sim_worker import RunnerKind, SimWorker
 
 __all__ = ["OnWorker", "SimEngine", "kv_transfer_options"]
