@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
-import zmq
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 
 from harness.connector_support import Quilt, full, sliding, tokens
-from kvquilt.store import kernels
+from harness.router import Router, in_store, mirror, ours
 from kvquilt.testing.copy_faults import CopyPlan
 from kvquilt.testing.sim_shapes import GroupShape
 
-DEADLINE_SECONDS = 20.0
 LAYOUTS = {
     "full and two windows": [sliding(16, 20), full(32, num_layers=2), sliding(32, 100)],
     "states": [full(32), GroupShape("recurrent", 32, state_bytes=64), sliding(16, 48)],
@@ -32,77 +27,6 @@ LAYOUTS = {
 def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events with the engine's whole hashes; its default is their last 64 bits."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
-
-
-class Router:
-    """A subscriber that joins late: it asks the publisher's replay socket for all batches."""
-
-    def __init__(self, folder: Path) -> None:
-        self.config = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"ipc://{folder}/events",
-            "replay_endpoint": f"ipc://{folder}/replay",
-        }
-
-    def replay(self) -> list[Any]:
-        """All events published so far."""
-        with zmq.Context.instance().socket(zmq.DEALER) as socket:
-            socket.connect(self.config["replay_endpoint"])
-            socket.send_multipart([b"", (0).to_bytes(8, "big")])
-            events: list[Any] = []
-            while True:
-                assert socket.poll(DEADLINE_SECONDS * 1000), "the publisher does not answer"
-                _, number, payload = socket.recv_multipart()[-3:]
-                if int.from_bytes(number, "big", signed=True) < 0:
-                    return events
-                events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
-
-    def wait_for(self, expected: set[tuple[int, bytes]]) -> list[Any]:
-        """Replay until the events say just this of medium "CPU"; the publisher has a thread of its own."""
-        end = time.monotonic() + DEADLINE_SECONDS
-        while True:
-            events = self.replay()
-            known = mirror(events)
-            if known == expected:
-                return events
-            assert time.monotonic() < end, (
-                f"{len(known - expected)} too many, {len(expected - known)} missing"
-            )
-            time.sleep(0.02)
-
-
-def mirror(events: list[Any], medium: str = "CPU") -> set[tuple[int, bytes]]:
-    """What somebody who applies the events holds; nothing may come or go twice."""
-    known: set[tuple[int, bytes]] = set()
-    for event in events:
-        if getattr(event, "medium", None) != medium:
-            continue
-        names = {(event.group_idx, block_hash) for block_hash in event.block_hashes}
-        assert len(names) == len(event.block_hashes)
-        if isinstance(event, BlockStored):
-            assert not names & known
-            known |= names
-        else:
-            assert isinstance(event, BlockRemoved)
-            assert names <= known
-            known -= names
-    return known
-
-
-def ours(events: list[Any]) -> list[Any]:
-    """What was told of pages that became visible in the store."""
-    return [event for event in events if isinstance(event, BlockStored) and event.medium == "CPU"]
-
-
-def visible(q: Quilt) -> set[tuple[int, bytes]]:
-    """(group, hash) of every page that a look-up could find."""
-    found: set[tuple[int, bytes]] = set()
-    for index, view in q.store._built.views.items():
-        slots = view.slots
-        which = np.flatnonzero((slots.state == kernels.RESIDENT) & (slots.group == index))
-        found |= {(index, slots.keys[slot].tobytes()) for slot in which}
-    return found
 
 
 def prefixes(q: Quilt, texts: dict[tuple[int, ...], str | None]) -> dict[bytes, list[int]]:
@@ -159,7 +83,7 @@ def test_a_router_that_replays_the_events_knows_what_is_stored(
             if round_ % 3 == 0:
                 q.forget()
         assert q.store.stats().groups[0].evictions > 0, "a store that never evicts shows little"
-        events = router.wait_for(visible(q))
+        events = router.wait_for(in_store(q.store))
         assert {event.group_idx for event in ours(events)} == set(range(len(LAYOUTS[name])))
         check_stored(q, events, prefixes(q, texts))
         heads = [e for e in ours(events) if e.parent_block_hash is None]
@@ -174,13 +98,13 @@ def test_only_what_all_ranks_have_written_is_told(tmp_path: Path) -> None:
     with Quilt([full(32), sliding(16, 64)], num_ranks=2, copies=plans, kv_events=router.config) as q:
         q.serve(tokens(1, 300))
         assert q.count("saves_failed") > 0
-        assert visible(q) == set()
+        assert in_store(q.store) == set()
         assert mirror(router.replay()) == set()
         q.heal()
         q.forget()
         q.serve(tokens(1, 300))
-        assert len(visible(q)) > 9
-        router.wait_for(visible(q))
+        assert len(in_store(q.store)) > 9
+        router.wait_for(in_store(q.store))
         q.check_end()
 
 
@@ -189,11 +113,11 @@ def test_a_reset_removes_ours_alone(tmp_path: Path) -> None:
     router = Router(tmp_path)
     with Quilt([full(32), sliding(16, 64)], kv_events=router.config) as q:
         q.serve(tokens(1, 300))
-        before = router.wait_for(visible(q))
+        before = router.wait_for(in_store(q.store))
         assert any(event.medium == "GPU" for event in before if isinstance(event, BlockStored))
         q.connector.reset_cache()
         q.serve(tokens(2, 40))
-        events = router.wait_for(visible(q))[len(before) :]
+        events = router.wait_for(in_store(q.store))[len(before) :]
         assert mirror(before) <= {
             (e.group_idx, h) for e in events if isinstance(e, BlockRemoved) for h in e.block_hashes
         }
@@ -207,7 +131,7 @@ def test_adapters_are_told_by_name(tmp_path: Path) -> None:
         request = q.h.scheduler.requests[record.id]
         request.lora_request = LoRARequest("poet", 7, "/nowhere")
         q.run()
-        events = router.wait_for(visible(q))
+        events = router.wait_for(in_store(q.store))
         told = {(e.lora_name, e.lora_id, e.extra_keys[0]) for e in ours(events)}
         assert told == {("poet", 7, ("poet",))}
 
@@ -216,8 +140,8 @@ def test_behind_a_multi_connector(tmp_path: Path) -> None:
     router = Router(tmp_path)
     with Quilt([full(32), sliding(16, 64)], multi=True, kv_events=router.config) as q:
         q.serve(tokens(1, 300))
-        assert visible(q)
-        router.wait_for(visible(q))
+        assert in_store(q.store)
+        router.wait_for(in_store(q.store))
         q.check_end()
 
 
@@ -229,7 +153,7 @@ def test_hashes_as_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         q.serve(tokens(1, 300))
         length = q.chain(tokens(1, 300)).hash_bytes
         assert length == 16
-        short = {(group, int.from_bytes(key[length - 8 : length], "big")) for group, key in visible(q)}
+        short = {(group, int.from_bytes(key[length - 8 : length], "big")) for group, key in in_store(q.store)}
         events = router.wait_for(short)  # type: ignore[arg-type]
         assert mirror(events) & mirror(events, "GPU")
 

@@ -54,14 +54,14 @@ class RankProbe:
         return page_digests(self._kvquilt_caches(), self._kvquilt_config(), group, blocks)
 
     def kvquilt_faults(self, plan: CopyPlan | None, rank: int) -> None:
-        """On one rank, let copies go wrong by plan, or heal them; job numbers count from here."""
-        if self.rank != rank:
-            return
+        """Heal this rank; then, if it is the one meant, let copies go wrong by plan, counted from here."""
         worker = self._kvquilt_worker()
-        if plan is not None:
-            worker.copier = FaultyCopier(worker.copier, plan)
-        elif isinstance(worker.copier, FaultyCopier):
+        if isinstance(worker.copier, FaultyCopier):
             worker.copier.heal()
+            worker.poll()
+            worker.copier = worker.copier._inner
+        if plan is not None and self.rank == rank:
+            worker.copier = FaultyCopier(worker.copier, plan)
 
     def kvquilt_faults_done(self) -> list[tuple[int, str, str]]:
         """(job number, direction, fault) of what has gone wrong on this rank."""
@@ -109,12 +109,12 @@ class Ranks:
         return list(self._call("kvquilt_digests", group, list(blocks)))
 
     def fault(self, rank: int, plan: CopyPlan) -> None:
-        """Let copies of one rank go wrong by plan."""
+        """Let copies of one rank go wrong by plan, and of no other."""
         self._call("kvquilt_faults", plan, rank)
 
-    def heal(self, rank: int) -> None:
-        """Undo `fault`."""
-        self._call("kvquilt_faults", None, rank)
+    def heal(self) -> None:
+        """Undo `fault`, and let what was held back end."""
+        self._call("kvquilt_faults", None, -1)
 
     def faults(self) -> list[list[tuple[int, str, str]]]:
         """What has gone wrong by plan, on each rank."""
