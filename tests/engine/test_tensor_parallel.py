@@ -38,6 +38,9 @@ class Rig:
         self.model, self.engine, self.ranks = model, engine, Ranks(engine)
         self.side: Any = engine.connector.scheduler_side
         self.ranks.record()
+        # The first copies compile their kernels, and a busy machine is slow: no save is to be given up.
+        self.side.pins.cap = 1_000_000
+        self.run(random_prompts(10, 331))
 
     def empty(self) -> None:
         self.engine.step_until_idle()
@@ -75,6 +78,61 @@ def said(results: list[Result]) -> list[tuple[tuple[int, ...], tuple[float, ...]
 def external(results: list[Result]) -> list[int]:
     assert all(result.local_hit_tokens == 0 for result in results)
     return [result.external_hit_tokens for result in results]
+
+
+# ---- a worker that dies ----
+
+_DYING = """
+import os
+from vllm import LLM, SamplingParams
+from kvquilt.testing import make_model
+from kvquilt.testing.ranks import RANK_PROBE
+
+if __name__ == "__main__":
+    llm = LLM(
+        make_model("gemma4-mini").as_posix(), dtype="float32", block_size=32, max_model_len=4096,
+        num_gpu_blocks_override=900, kv_cache_memory_bytes=256 << 20, enforce_eager=True,
+        skip_tokenizer_init=True, disable_hybrid_kv_cache_manager=False, tensor_parallel_size=2,
+        kv_transfer_config={
+            "kv_connector": "KVQuiltConnector", "kv_connector_module_path": "kvquilt.vllm",
+            "kv_role": "kv_both", "kv_connector_extra_config": {"ram_bytes": "64MiB"},
+        },
+        **RANK_PROBE,
+    )
+    def ask(tokens):
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        prompt = {"prompt_token_ids": [5 + i * i % 1999 for i in range(331)]}
+        return llm.generate([prompt], params, use_tqdm=False)[0].num_cached_tokens
+    ask(4)
+    llm.reset_prefix_cache()
+    print("hit", ask(4), flush=True)
+    print("workers", *llm.collective_rpc("kvquilt_pid"), flush=True)
+    try:
+        ask(3500)
+    except Exception as error:
+        print("ended", type(error).__name__, flush=True)
+"""
+
+
+def test_a_killed_worker_ends_the_engine_cleanly(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a request: the engine says so and ends; nothing of it is left."""
+    before = set(Path("/dev/shm").iterdir())
+    more = {"VLLM_CPU_OMP_THREADS_BIND": BINDING, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    with Child([sys.executable, "-c", textwrap.dedent(_DYING)], tmp_path, more) as child:
+        assert child.expect("hit").split()[1] == "320"
+        workers = [int(pid) for pid in child.expect("workers").split()[1:]]
+        assert len(workers) == RANKS
+        assert set(workers) < set(child.members())
+        os.kill(workers[1], signal.SIGKILL)
+        assert child.expect("ended").split()[1] == "EngineDeadError"
+        child.wait()
+        wait_until(lambda: not child.members(), f"still there: {child.members()}")
+        assert left_behind([child], tmp_path) == []
+        ours = [path for path in set(Path("/dev/shm").iterdir()) - before if "kvquilt" in path.name]
+        assert ours == []
+
+
+# ---- all ranks or none ----
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -190,55 +248,3 @@ def test_what_one_rank_could_not_save_is_not_there(rig: Rig) -> None:
     assert said(again) == said(cold)
     rig.forget()
     assert external(rig.run(prompts)) == rig.boundaries(prompts)
-
-
-# ---- a worker that dies ----
-
-_DYING = """
-import os
-from vllm import LLM, SamplingParams
-from kvquilt.testing import make_model
-from kvquilt.testing.ranks import RANK_PROBE
-
-if __name__ == "__main__":
-    llm = LLM(
-        make_model("gemma4-mini").as_posix(), dtype="float32", block_size=32, max_model_len=4096,
-        num_gpu_blocks_override=900, kv_cache_memory_bytes=256 << 20, enforce_eager=True,
-        skip_tokenizer_init=True, disable_hybrid_kv_cache_manager=False, tensor_parallel_size=2,
-        kv_transfer_config={
-            "kv_connector": "KVQuiltConnector", "kv_connector_module_path": "kvquilt.vllm",
-            "kv_role": "kv_both", "kv_connector_extra_config": {"ram_bytes": "64MiB"},
-        },
-        **RANK_PROBE,
-    )
-    def ask(tokens):
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        prompt = {"prompt_token_ids": [5 + i * i % 1999 for i in range(331)]}
-        return llm.generate([prompt], params, use_tqdm=False)[0].num_cached_tokens
-    ask(4)
-    llm.reset_prefix_cache()
-    print("hit", ask(4), flush=True)
-    print("workers", *llm.collective_rpc("kvquilt_pid"), flush=True)
-    try:
-        ask(3500)
-    except Exception as error:
-        print("ended", type(error).__name__, flush=True)
-"""
-
-
-def test_a_killed_worker_ends_the_engine_cleanly(tmp_path: Path) -> None:
-    """SIGKILL in the middle of a request: the engine says so and ends; nothing of it is left."""
-    before = set(Path("/dev/shm").iterdir())
-    more = {"VLLM_CPU_OMP_THREADS_BIND": BINDING, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    with Child([sys.executable, "-c", textwrap.dedent(_DYING)], tmp_path, more) as child:
-        assert child.expect("hit").split()[1] == "320"
-        workers = [int(pid) for pid in child.expect("workers").split()[1:]]
-        assert len(workers) == RANKS
-        assert set(workers) < set(child.members())
-        os.kill(workers[1], signal.SIGKILL)
-        assert child.expect("ended").split()[1] == "EngineDeadError"
-        child.wait()
-        wait_until(lambda: not child.members(), f"still there: {child.members()}")
-        assert left_behind([child], tmp_path) == []
-        ours = [path for path in set(Path("/dev/shm").iterdir()) - before if "kvquilt" in path.name]
-        assert ours == []

@@ -39,10 +39,7 @@ def build_arenas(layout: CacheLayout, plan: SlotPlanLike, num_ranks: int) -> Are
         _check_group(layout.groups[i], plan, num_ranks)
     if plan.partition == "solved":
         sizes = [
-            # A chunked group may get none, where all planned checkpoints lie at chunk starts. It still
-            # has pages that boundaries elsewhere need, so it must not count as a group without.
-            (g.name, max(1, plan.slots[g.name]), plan.slot_bytes[g.name])
-            for g in (layout.groups[i] for i in kept)
+            (g.name, plan.slots[g.name], plan.slot_bytes[g.name]) for g in (layout.groups[i] for i in kept)
         ]
         members = [[i] for i in kept]
     elif plan.partition == "shared_rows":
@@ -82,7 +79,7 @@ def _with_indexes(layout: CacheLayout, arenas: tuple[Arena, ...], members: list[
 
 def _check_group(group: CacheGroup, plan: SlotPlanLike, num_ranks: int) -> None:
     slots, stride = plan.slots.get(group.name, 0), plan.slot_bytes.get(group.name, 0)
-    if slots < (0 if group.kind == "chunked" else 1):
+    if slots < 1:
         raise SizingError(f"cache group {group.name!r}: the plan has {slots} slots, at least one is needed")
     if stride < group.slot_content_bytes(num_ranks):
         raise SizingError(

@@ -12,9 +12,8 @@ import pytest
 
 from kvquilt.errors import KVQuiltError, SizingError
 from kvquilt.layout import CacheGroup, CacheLayout
-from kvquilt.sizing import plan_slots
 from kvquilt.store import Arena, Store, pool
-from unit.store.store_support import Plan, chain_of, full32_window16, make_store, present, save, save_all
+from unit.store.store_support import Plan, chain_of, full32_window16, make_store, save_all
 
 
 def open_arenas() -> int:
@@ -161,21 +160,3 @@ def test_plans_that_do_not_fit_are_refused_and_leave_nothing(plan: Plan, match: 
     with pytest.raises(SizingError, match=match):
         Store(full32_window16(), plan)
     assert open_arenas() == before
-
-
-def test_a_chunked_group_planned_without_slots_is_not_taken_for_present() -> None:
-    """Checkpoints at chunk starts alone need none of its pages; a boundary inside a chunk does."""
-    layout = CacheLayout(
-        [
-            CacheGroup("full", kind="full", tokens_per_block=16, page_bytes=4096),
-            CacheGroup("chunked", kind="chunked", tokens_per_block=16, chunk=64, page_bytes=4096),
-        ]
-    )
-    plan = plan_slots(layout, 1 << 20, checkpoint_interval=64)
-    assert plan.slots == {"full": 256, "chunked": 0}
-    with Store(layout, plan, prefault=False) as store:
-        chain = chain_of(layout, "abcdefghij")
-        save(store, chain, {0: range(10)})
-        assert store.lookup("reader", chain, 161).tokens == 128  # the last chunk start, not 160
-        assert present(store, chain, 1) == []
-        store.audit()
