@@ -162,7 +162,9 @@ class Traffic:
 
     def reset(self, connector: bool, running: bool = False) -> None:
         scheduler = self.quilt.h.scheduler
-        waiting = [r for r in scheduler.requests.values() if r.status.name == "WAITING_FOR_REMOTE_KVS"]
+        # Waiting for a load, or for its turn with what was loaded.
+        idle = [r for r in scheduler.requests.values() if r not in scheduler.running]
+        waiting = [r for r in idle if r.status.name == "WAITING_FOR_REMOTE_KVS" or r.num_computed_tokens]
         # Aborted while they were loading: their blocks wait for the copies, too.
         loading = waiting or any(r.is_finished() for r in scheduler.requests.values())
         # Reported failed while their copies went on: so do their pins.

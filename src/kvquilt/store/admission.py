@@ -37,21 +37,25 @@ class _Call:
 class Admission:
     """Slots in and out of use. Guarded by the store's lock.
 
+    optional: groups that a hit may do without, all of them together: the others don't need them.
     usable: slots of each arena that have memory. committed, evicted[reason]: pages per group index.
     log: hears of every page that becomes visible or goes.
     """
 
-    def __init__(self, layout: CacheLayout, built: Arenas, log: ChangeLog | None = None) -> None:
+    def __init__(
+        self, layout: CacheLayout, built: Arenas, optional: frozenset[str], log: ChangeLog | None = None
+    ) -> None:
         groups = len(layout.groups)
         self.usable = [0] * len(built.arenas)
         self.committed = np.zeros(groups, dtype=np.int64)
         self.evicted = {reason: np.zeros(groups, dtype=np.int64) for reason in EVICTION_REASONS}
         self._layout = layout
         self._log = log
+        self._optional = optional
         self._views = built.views
         self._slots = built.slots
         self._clock = built.slots[0].clock if built.slots else np.zeros(1, dtype=np.int64)
-        self._orphaning: dict[int, list[Orphaning]] = orphaning_rules(list(built.views.values()))
+        self._orphaning: dict[int, list[Orphaning]] = orphaning_rules(list(built.views.values()), optional)
         self._dense = [view for view in built.views.values() if view.group.dense]
 
     def admit_memory(self, usable: Sequence[int]) -> None:
@@ -156,8 +160,8 @@ class Admission:
             return blocks
         tokens = view.group.tokens_per_block
         for dense, first in call.refused.get(id(chain), ()):
-            if dense.group.draft and not view.group.draft:
-                continue  # a hit may do without the drafts
+            if dense.group.name in self._optional and view.group.name not in self._optional:
+                continue
             limit = first * dense.group.tokens_per_block
             # A draft page may serve as the peek block of the boundary at its start.
             ends = (blocks + (0 if view.group.draft else 1)) * tokens

@@ -9,6 +9,7 @@ Everything here is guarded by the store's lock. A slot costs 48-60 bytes for key
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -134,13 +135,13 @@ def span_steps(layout: CacheLayout) -> dict[int, int]:
     }
 
 
-def orphaning_rules(views: list[GroupIndex]) -> dict[int, list[Orphaning]]:
+def orphaning_rules(views: list[GroupIndex], optional: Collection[str]) -> dict[int, list[Orphaning]]:
     """For each dense group's index, what its losses orphan.
 
     A page that ends inside a lost dense block can serve no boundary any more, as every boundary
     at or after its end needs that block. Exceptions: a draft group's page may be the peek block
-    of a boundary before the lost block's start, and a draft dense group orphans draft pages
-    only, since a hit may do without the drafts.
+    of a boundary before the lost block's start, and an optional dense group orphans pages of
+    optional groups only, since a hit may do without all of them.
     """
     rules: dict[int, list[Orphaning]] = {}
     for dense in views:
@@ -150,6 +151,6 @@ def orphaning_rules(views: list[GroupIndex]) -> dict[int, list[Orphaning]]:
         rules[dense.index] = [
             Orphaning(dense, other, inner, other.hashes_per_block if other.group.draft else 0)
             for other in views
-            if not other.group.dense and (other.group.draft or not dense.group.draft)
+            if not other.group.dense and (other.group.name in optional or dense.group.name not in optional)
         ]
     return rules

@@ -44,6 +44,8 @@ class Store:
     False declares all slots usable without touching them (tests, benchmarks of the index).
     populate: how an extent gets its memory.
     record_changes: keep what `take_changes` gives out; somebody must take it, or it piles up.
+    optional: groups that a hit may do without (`ignore` of a look-up); by default draft groups.
+    What only they lack is no reason to give up other groups' pages.
 
     One lock guards all state but `Arena.usable_slots`, which the prefault thread publishes; it
     is never held while memory or page bytes are touched. Calls after `close` raise KVQuiltError.
@@ -61,6 +63,7 @@ class Store:
         prefault: bool | Literal["sync"] = True,
         populate: Populate = populate_extent,
         record_changes: bool = False,
+        optional: Collection[str] | None = None,
     ) -> None:
         self.layout = layout
         built = build_arenas(layout, plan, num_ranks)
@@ -74,8 +77,10 @@ class Store:
         self._closed = False
         self._leases = Leases(clock, lease_seconds)
         self._tickets = Tickets(clock, ticket_seconds)
+        if optional is None:
+            optional = [group.name for group in layout.groups if group.draft]
         self._log = ChangeLog() if record_changes else None
-        self._admission = Admission(layout, built, self._log)
+        self._admission = Admission(layout, built, frozenset(optional), self._log)
         self._prefault = Prefault(self.arenas, populate)
         self._start_memory(prefault)
 

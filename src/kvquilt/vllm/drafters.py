@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvquilt.layout import CacheLayout
+from kvquilt.layout import CacheLayout, needed_blocks
 from kvquilt.vllm.requests import RequestState
 
 __all__ = ["HollowBlocks"]
@@ -36,6 +36,7 @@ class HollowBlocks:
         if not blocks.size or not (state.hollow or self._hollow):
             return blocks
         keys = [key.tobytes() for key in state.chain.keys(index)[blocks]]
+        state.hollow = state.hollow or self._builds_on_hollow(state, index)
         if state.hollow:
             self._hollow.update(dict.fromkeys(keys))
             while len(self._hollow) > _MOST:
@@ -46,3 +47,9 @@ class HollowBlocks:
             if is_own:  # computed anew, from the start
                 self._hollow.pop(key, None)
         return blocks[[key not in self._hollow for key in keys]]
+
+    def _builds_on_hollow(self, state: RequestState, index: int) -> bool:
+        """Did this admission begin with a local hit on such blocks, so that all it computes is like them?"""
+        group = self._layout.groups[index]
+        lo, hi = needed_blocks(group, state.computed_from // group.tokens_per_block * group.tokens_per_block)
+        return any(key.tobytes() in self._hollow for key in state.chain.keys(index)[lo:hi])

@@ -83,8 +83,14 @@ class SchedulerSide:
         warn_of_idle_states(options.checkpoint_interval, groups)
         check_memory(budget)
         warm_up()
+        may_lack = groups.drafters if options.draft == "best_effort" else frozenset()
         self.store = Store(
-            layout, self.plan, num_ranks=num_ranks, clock=clock, record_changes=events is not None
+            layout,
+            self.plan,
+            num_ranks=num_ranks,
+            clock=clock,
+            record_changes=events is not None,
+            optional=may_lack,
         )
         self._events = events
         self.store.register_owner(self.owner, live=True)
@@ -98,7 +104,7 @@ class SchedulerSide:
             layout,
             self.meter,
             owner=self.owner,
-            drafters=groups.drafters if options.draft == "best_effort" else (),
+            drafters=may_lack,
         )
         self.divergent = DivergentHits(self.finder, layout, wanted=options.mode == "read_write")
         self.saves = SaveBook(
