@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from kvquilt.testing.models import make_model
-from kvquilt.testing.results import RequestRecord, Result, in_order
+from kvquilt.testing.models import make_drafter, make_model
+from kvquilt.testing.results import DraftCounts, RequestRecord, Result, in_order
 from kvquilt.testing.specs import SPECS
+from kvquilt.testing.stubs import provide_stubs
 
 __all__ = ["Engine", "connector_config"]
 
@@ -96,8 +97,8 @@ class Engine:
         _calm_llvmlite()
         path = os.fspath(model)
         if path in SPECS:
-            arguments.update(SPECS[path].engine)
-            path = os.fspath(make_model(path, seed=seed))
+            arguments.update(_tiny_arguments(path, seed))
+            path = arguments.pop("model")
         arguments.update(engine_args)
         transfer = connector_config(connector)
         if transfer is not None:
@@ -105,6 +106,8 @@ class Engine:
         self._clock = clock
         self._records: dict[str, RequestRecord] = {}
         self._serial = 0
+        self.drafts = DraftCounts()
+        """Tokens drafted and accepted so far; of engines with `log_stats`."""
         self._llm: Any = _start(EngineArgs(model=path, **arguments))
         self._core: Any = self._llm.engine_core.engine_core
         # The frontend's own step reads the core through this method; on the way through it the
@@ -317,6 +320,7 @@ class Engine:
         outputs, executed = self._core.step_fn()
         self._core.post_step(model_executed=executed)
         mine = (outputs and outputs.get(0)) or EngineCoreOutputs()
+        self.drafts = self.drafts.plus(getattr(mine.scheduler_stats, "spec_decoding_stats", None))
         for output in mine.outputs:
             record = self._records.get(output.request_id)
             if record is not None:
@@ -344,6 +348,21 @@ def _prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # Standard output belongs to the caller: a benchmark prints its JSON there.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def _tiny_arguments(name: str, seed: int) -> dict[str, Any]:
+    """What the tiny model `name` needs: "model" is its path, and its drafter's is in what drafts."""
+    spec = SPECS[name]
+    provide_stubs(spec)
+    arguments: dict[str, Any] = {**spec.engine, "model": os.fspath(make_model(name, seed=seed))}
+    drafter = make_drafter(name, seed=seed)
+    if drafter is not None:
+        arguments["speculative_config"] = {
+            "method": "draft_model",
+            "model": os.fspath(drafter),
+            "num_speculative_tokens": spec.draft_tokens,
+        }
+    return arguments
 
 
 def _calm_llvmlite() -> None:

@@ -6,6 +6,7 @@ whatever its cache holds. These do not: zeros in any one cache group change most
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -19,11 +20,12 @@ import numpy as np
 
 from kvquilt.errors import ConfigError
 from kvquilt.testing.specs import SPECS, ModelSpec, WeightScale
+from kvquilt.testing.stubs import provide_stubs
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["cache_root", "make_model", "model_names", "model_spec"]
+__all__ = ["cache_root", "make_drafter", "make_model", "model_names", "model_spec"]
 
 # Part of the digest: raise it whenever the same spec and seed would give other files.
 _FORMAT = 1
@@ -58,7 +60,16 @@ def make_model(name: str, root: str | os.PathLike[str] | None = None, seed: int 
     Needs torch and transformers the first time. Raises ConfigError for an unknown name or a
     negative seed.
     """
-    spec = model_spec(name)
+    return _make(name, model_spec(name), root, seed)
+
+
+def make_drafter(name: str, root: str | os.PathLike[str] | None = None, seed: int = 0) -> Path | None:
+    """As `make_model`, for the model that drafts for the tiny model `name`; None if none does."""
+    spec = model_spec(name).drafter
+    return None if spec is None else _make(f"{name}-drafter", spec, root, seed)
+
+
+def _make(name: str, spec: ModelSpec, root: str | os.PathLike[str] | None, seed: int) -> Path:
     if seed < 0:
         raise ConfigError(f"seed={seed}: must not be negative")
     folder = Path(root) if root is not None else cache_root()
@@ -86,9 +97,9 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _digest(spec: ModelSpec, seed: int) -> str:
-    weights = {**vars(spec.weights), "by_name": dict(spec.weights.by_name)}
+    weights = dataclasses.asdict(spec.weights)
     version = importlib.metadata.version("transformers")
-    factors = [_FORMAT, dict(spec.config), weights, seed, version]
+    factors = [_FORMAT, dict(spec.config), weights, spec.split_experts, seed, version]
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -97,17 +108,31 @@ def _write(spec: ModelSpec, seed: int, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    provide_stubs(spec)
     (folder / "config.json").write_text(json.dumps(dict(spec.config), indent=1, sort_keys=True))
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     dtype = getattr(torch, spec.config["dtype"])
     # Each parameter has its own generator, so that one more layer leaves the others as they were.
-    tensors = {
-        name: _draw(name, tuple(parameter.shape), spec.weights, seed).to(dtype)
-        for name, parameter in model.named_parameters()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        drawn = _draw(name, tuple(parameter.shape), spec.weights, seed).to(dtype)
+        tensors.update(_split_experts(name, drawn) if spec.split_experts else {name: drawn})
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _split_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The experts' matrices one by one, as checkpoints of most families have them."""
+    stem, _, kind = name.rpartition(".")
+    if not stem.endswith(".experts"):
+        return {name: tensor}
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    return {
+        f"{stem}.{expert}.{part}.weight": piece.contiguous()
+        for expert, matrix in enumerate(tensor)
+        for part, piece in zip(parts, matrix.chunk(len(parts)), strict=True)
+    }
 
 
 def _draw(name: str, shape: tuple[int, ...], scale: WeightScale, seed: int) -> torch.Tensor:
@@ -117,9 +142,15 @@ def _draw(name: str, shape: tuple[int, ...], scale: WeightScale, seed: int) -> t
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, entropy])))
     values = generator.standard_normal(shape, dtype=np.float32)
     values *= _deviation(name, len(shape), scale)
-    if len(shape) == 1 and "norm" in name:
-        values += scale.norm_mean
+    values += _mean(name, len(shape), scale)
     return torch.from_numpy(values)
+
+
+def _mean(name: str, dimensions: int, scale: WeightScale) -> float:
+    for part, mean in scale.mean_by_name.items():
+        if part in name:
+            return mean
+    return scale.norm_mean if dimensions < 2 and "norm" in name else 0.0
 
 
 def _deviation(name: str, dimensions: int, scale: WeightScale) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["RequestRecord", "Result"]
+__all__ = ["DraftCounts", "RequestRecord", "Result"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,33 @@ class Result:
     local_hit_tokens: int
     external_hit_tokens: int
     request_id: str
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Tokens that a drafter proposed, and those of them that the target model accepted.
+
+    >>> DraftCounts(drafted=30, accepted=12).acceptance
+    0.4
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that were accepted; 0 if there were none."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def plus(self, stats: Any) -> DraftCounts:
+        """With one step's `SpecDecodingStats`, which may be None."""
+        if stats is None:
+            return self
+        return DraftCounts(self.drafted + stats.num_draft_tokens, self.accepted + stats.num_accepted_tokens)
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """The growth since an earlier moment."""
+        return DraftCounts(self.drafted - before.drafted, self.accepted - before.accepted)
 
 
 @dataclass

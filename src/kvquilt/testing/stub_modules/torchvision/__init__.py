@@ -1,0 +1,1 @@
+"""Stands for torchvision where it is not installed; see `kvquilt.testing.stubs`."""

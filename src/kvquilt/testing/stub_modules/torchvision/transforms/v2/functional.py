@@ -1,0 +1,1 @@
+"""Stands for functions that a text model never calls."""
