@@ -10,6 +10,7 @@ import msgspec
 from kvquilt.config import Options, Retain, parse_options
 from kvquilt.errors import ConfigError
 from kvquilt.sizing import Partition
+from kvquilt.testing.specs import SPECS
 
 __all__ = ["DEFAULT_MODEL", "PROFILES", "BenchConfig", "make_config"]
 
@@ -28,7 +29,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ram_bytes: host memory for kvquilt's pages; None: what holds the working set.
     order: the order of the prompts in the two warm phases. seed: of the prompts and of a tiny
-    model's weights.
+    model's weights. concurrency: requests that run at once.
     """
 
     model: str = DEFAULT_MODEL
@@ -60,6 +61,8 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 def make_config(*, profile: str = "default", **values: Any) -> BenchConfig:
     """A checked config: `profile`'s sizes, overridden by those `values` that are not None.
 
+    The concurrency defaults to what the tiny model says of itself.
+
     Raises ConfigError with the option as it is written on the command line.
 
     >>> make_config(profile="seed", requests=8).prompt_tokens
@@ -68,6 +71,9 @@ def make_config(*, profile: str = "default", **values: Any) -> BenchConfig:
     if profile not in PROFILES:
         raise ConfigError(f"--profile={profile!r}: allowed are {', '.join(PROFILES)}")
     given = {name: value for name, value in values.items() if value is not None}
+    spec = SPECS.get(given.get("model", DEFAULT_MODEL))
+    if spec is not None:
+        given.setdefault("concurrency", spec.concurrency)
     config = BenchConfig(**{**PROFILES[profile], **given})
     _check(config)
     return config

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvquilt.bench.expect import ENGINE_INTERVAL
 from kvquilt.bench.progress import BenchProgress
 from kvquilt.bench.setup import BATCH_TOKENS, BenchSetup
 from kvquilt.errors import BenchError, KVQuiltError
@@ -27,7 +28,7 @@ def open_engine(
     *,
     connector: Mapping[str, Any] | None,
     clock: Callable[[], float],
-    keep_boundary: int = 0,
+    keep_boundary: int = ENGINE_INTERVAL,
 ) -> Iterator[Engine]:
     """A running engine, warmed up and empty, whose pool keeps every prompt's prefix.
 
@@ -59,7 +60,7 @@ def _start(
             max_model_len=config.max_model_len,
             max_num_seqs=config.concurrency,
             max_num_batched_tokens=max(BATCH_TOKENS, config.concurrency),
-            retention_interval=keep_boundary if windows else 0,
+            retention_interval=keep_boundary if windows else ENGINE_INTERVAL,
             seed=config.seed,
             clock=clock,
             use_tqdm_on_load=False,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,26 @@ from kvquilt.bench.workload import shared_tokens
 from kvquilt.config import Options
 from kvquilt.errors import ConfigError, SizingError
 from kvquilt.hits import longest_hit
-from kvquilt.layout import CacheGroup, CacheLayout
+from kvquilt.layout import CacheGroup, CacheLayout, needed_blocks
 from kvquilt.retention import checkpoint_range, prompt_boundaries, wanted_blocks
 from kvquilt.sizing import SlotPlan, plan_slots
 
-__all__ = ["Expectation", "default_ram_bytes", "expect", "holds", "kept_pages", "working_set"]
+__all__ = [
+    "ENGINE_INTERVAL",
+    "Expectation",
+    "default_ram_bytes",
+    "expect",
+    "forks_matter",
+    "holds",
+    "kept_pages",
+    "plan_for",
+    "working_set",
+]
 
 BoolArray = NDArray[np.bool_]
 _MAX_BUDGET = 1 << 50
+ENGINE_INTERVAL = 0
+"""The engine's `prefix_cache_retention_interval`: windows and states at prompts' ends and at forks."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +44,10 @@ class Expectation:
     """Tokens over all prompts.
 
     best_warm, best_branch: every whole lattice block that is shared and leaves a token to compute.
-    warm, branch: what the retention can serve if nothing is evicted.
-    holds_warm, holds_branch: the slots hold all that is saved up to the end of that phase.
+    warm, branch: what the retention can serve if nothing is evicted; second_branch: so, once the
+    branches have shown where prompts fork: None if that makes no difference.
+    holds_warm, holds_branch: the slots hold all that is saved up to the end of that phase, all
+    branches included. pages: group -> pages that those phases load whose hits the slots hold.
     """
 
     best_warm: int
@@ -42,6 +56,19 @@ class Expectation:
     branch: int
     holds_warm: bool
     holds_branch: bool
+    second_branch: int | None = None
+    pages: Mapping[str, int] = field(default_factory=dict)
+
+
+def plan_for(layout: CacheLayout, options: Options, budget_bytes: int) -> SlotPlan:
+    """The connector's split of `budget_bytes` in the bench's engine. Raises SizingError."""
+    return plan_slots(
+        layout,
+        budget_bytes,
+        options.planned_checkpoint_interval,
+        partition=options.group_partition,
+        state_interval=options.planned_state_interval(ENGINE_INTERVAL),
+    )
 
 
 def kept_pages(layout: CacheLayout, config: BenchConfig, options: Options) -> dict[str, BoolArray]:
@@ -53,6 +80,9 @@ def kept_pages(layout: CacheLayout, config: BenchConfig, options: Options) -> di
     checkpoint = written // layout.lattice_tokens * layout.lattice_tokens
     masks: dict[str, BoolArray] = {}
     for group in _stored(layout):
+        if group.kind == "recurrent":
+            masks[group.name] = _states(layout, group, config, written)
+            continue
         mask = wanted_blocks(
             layout,
             group,
@@ -69,15 +99,33 @@ def kept_pages(layout: CacheLayout, config: BenchConfig, options: Options) -> di
     return masks
 
 
+def _states(layout: CacheLayout, group: CacheGroup, config: BenchConfig, written: int) -> BoolArray:
+    """The engine keeps one state of a prompt: where the same prompt can resume."""
+    mask = np.zeros(written // group.tokens_per_block, dtype=np.bool_)
+    boundary = layout.max_boundary(config.prompt_tokens)
+    if boundary:
+        low, high = needed_blocks(group, boundary)
+        mask[low:high] = True
+    return mask
+
+
+def forks_matter(layout: CacheLayout) -> bool:
+    """Whether a prefix can be resumed from only the second time that prompts fork there."""
+    return any(group.kind == "recurrent" for group in _stored(layout))
+
+
 def working_set(
     layout: CacheLayout, config: BenchConfig, options: Options, *, branches: bool
 ) -> Counter[str]:
-    """Pages per group that are saved by all prompts, and with `branches` by their branches too."""
+    """Pages per group that are saved by all prompts, and with `branches` by all their branches too."""
     shared = shared_tokens(config.prompt_tokens)
+    rounds = (2 if forks_matter(layout) else 1) if branches else 0
     pages: Counter[str] = Counter()
     for name, mask in kept_pages(layout, config, options).items():
-        first = shared // layout.groups[layout.index(name)].tokens_per_block
-        pages[name] = config.requests * int(mask.sum() + (mask[first:].sum() if branches else 0))
+        group = layout.groups[layout.index(name)]
+        own = int(mask[shared // group.tokens_per_block :].sum())
+        fork = int(group.kind == "recurrent" and branches)
+        pages[name] = config.requests * (int(mask.sum()) + rounds * own + fork)
     return pages
 
 
@@ -117,16 +165,29 @@ def expect(layout: CacheLayout, config: BenchConfig, plan: SlotPlan, options: Op
 
     def hit(masks: Mapping[str, BoolArray], end: int | None) -> int:
         present = {g.name: masks[g.name][: _blocks(g, end)] for g in _stored(layout)}
-        return config.requests * longest_hit(layout, present, tokens).tokens
+        return longest_hit(layout, present, tokens).tokens
 
+    forked = {g.name: everything[g.name] if g.kind == "recurrent" else kept[g.name] for g in _stored(layout)}
+    warm, branch = hit(kept, None), hit(kept, shared)
+    second = hit(forked, shared) if forks_matter(layout) else None
+    holds_warm = holds(plan, working_set(layout, config, options, branches=False))
+    holds_branch = holds(plan, working_set(layout, config, options, branches=True))
+    hits = [*([warm] if holds_warm else []), *([branch, second or 0] if holds_branch else [])]
     return Expectation(
-        best_warm=hit(everything, None),
-        best_branch=hit(everything, shared),
-        warm=hit(kept, None),
-        branch=hit(kept, shared),
-        holds_warm=holds(plan, working_set(layout, config, options, branches=False)),
-        holds_branch=holds(plan, working_set(layout, config, options, branches=True)),
+        best_warm=config.requests * hit(everything, None),
+        best_branch=config.requests * hit(everything, shared),
+        warm=config.requests * warm,
+        branch=config.requests * branch,
+        holds_warm=holds_warm,
+        holds_branch=holds_branch,
+        second_branch=None if second is None else config.requests * second,
+        pages={g.name: config.requests * sum(_loaded(g, end) for end in hits) for g in _stored(layout)},
     )
+
+
+def _loaded(group: CacheGroup, boundary: int) -> int:
+    low, high = needed_blocks(group, boundary) if boundary else (0, 0)
+    return int(high - low)
 
 
 def _blocks(group: CacheGroup, end: int | None) -> int | None:
@@ -139,9 +200,7 @@ def _stored(layout: CacheLayout) -> list[CacheGroup]:
 
 def _fits(layout: CacheLayout, options: Options, budget: int, pages: Mapping[str, int]) -> bool:
     try:
-        plan = plan_slots(
-            layout, budget, options.planned_checkpoint_interval, partition=options.group_partition
-        )
+        plan = plan_for(layout, options, budget)
     except SizingError:
         return False
     return holds(plan, pages)

@@ -18,12 +18,14 @@ __all__ = ["BenchModel", "bench_model"]
 
 @dataclass(frozen=True)
 class BenchModel:
-    """layout: its cache groups. vocab_size, max_positions: tokens. engine: arguments it needs."""
+    """layout: its cache groups. vocab_size, max_positions: tokens. engine: arguments it needs.
+    draft_groups: groups that hold a drafter's layers alone."""
 
     layout: CacheLayout
     vocab_size: int
     max_positions: int
     engine: Mapping[str, Any]
+    draft_groups: frozenset[str] = frozenset()
 
 
 def bench_model(name: str) -> BenchModel:
@@ -34,7 +36,9 @@ def bench_model(name: str) -> BenchModel:
     if name in SPECS:
         spec = SPECS[name]
         sizes = spec.config
-        return BenchModel(spec.layout, sizes["vocab_size"], sizes["max_position_embeddings"], {})
+        return BenchModel(
+            spec.layout, sizes["vocab_size"], sizes["max_position_embeddings"], {}, spec.draft_groups
+        )
     path = Path(name) / "config.json"
     if not path.is_file():
         raise ConfigError(

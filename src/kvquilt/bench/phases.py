@@ -17,7 +17,7 @@ from kvquilt.errors import BenchError
 from kvquilt.layout import CacheLayout
 from kvquilt.testing.engine import Engine
 from kvquilt.testing.pages import PageRecorder, PageReport
-from kvquilt.testing.results import Result
+from kvquilt.testing.results import DraftCounts, Result
 
 __all__ = ["Counts", "Reference", "Tested", "run_reference", "run_tested"]
 
@@ -28,7 +28,7 @@ CONTROL_PROMPTS = 12
 @dataclass(frozen=True)
 class Reference:
     """Results without kvquilt: prompts computed, prompts from the engine's own prefix cache,
-    branches computed.
+    branches computed, and second branches computed where forks matter.
 
     drift: the largest difference of a log-probability between a prompt computed and the same prompt
     from the engine's own prefix cache, in batches of several sizes.
@@ -37,7 +37,9 @@ class Reference:
     cold: Results
     warm: Results
     branch: Results
+    second_branch: Results
     drift: float
+    drafts: Mapping[str, DraftCounts]
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,19 @@ class Counts:
 @dataclass(frozen=True)
 class Tested:
     """Results with kvquilt, its counters around the phases, and the control: group -> prompts whose
-    output changed."""
+    output changed. drafts: by phase."""
 
     cold: Results
     warm: Results
     branch: Results
+    second_branch: Results
     start: Counts
     before_warm: Counts
     after_warm: Counts
     end: Counts
     pages: PageReport
     sensitivity: Mapping[str, int]
+    drafts: Mapping[str, DraftCounts]
 
 
 def run_reference(setup: BenchSetup, progress: BenchProgress) -> Reference:
@@ -87,14 +91,21 @@ def run_reference(setup: BenchSetup, progress: BenchProgress) -> Reference:
         setup, progress, connector=None, clock=PausableClock(), keep_boundary=branch_boundary
     ) as engine:
         cold = _run(engine, setup, progress, "prompts, computed", work.prompts)
+        drafts = engine.drafts
         warm = _run(engine, setup, progress, "engine_warm", work.prompts, order)
+        drafts = engine.drafts.since(drafts)
         sizes = (size, size - 1) if size > 1 else ()
         own_warm = [_own_hits(engine, setup, progress, n) for n in sizes]
         own_branch = _run(engine, setup, progress, "its own hits, branches", work.branches)
         empty_engine(engine)
         branch = _run(engine, setup, progress, "branches, computed", work.branches)
+        second: Results = []
+        if setup.expected.second_branch is not None:
+            empty_engine(engine)
+            second = _run(engine, setup, progress, "second branches, computed", work.second_branches)
     drifts = [logprob_drift(results, cold) for results in (warm, *own_warm)]
-    return Reference(cold, warm, branch, max(*drifts, logprob_drift(own_branch, branch)))
+    drift = max(*drifts, logprob_drift(own_branch, branch))
+    return Reference(cold, warm, branch, second, drift, {"engine_warm": drafts})
 
 
 def _own_hits(engine: Engine, setup: BenchSetup, progress: BenchProgress, at_once: int) -> Results:
@@ -122,15 +133,23 @@ def run_tested(
         pages = _watch_pages(engine, clock)
         if prepare is not None:
             prepare(engine)
+        drafts: dict[str, DraftCounts] = {}
+
+        def phase(name: str, prompts: Sequence[Prompt], order: str = "same") -> Results:
+            before = engine.drafts
+            results = _run(engine, setup, progress, name, prompts, order)
+            empty_engine(engine)
+            drafts[name] = engine.drafts.since(before)
+            return results
+
         start = _counts(engine)
-        cold = _run(engine, setup, progress, "cold", work.prompts)
-        empty_engine(engine)
+        cold = phase("cold", work.prompts)
         before_warm = _counts(engine)
-        warm = _run(engine, setup, progress, "kvquilt_warm", work.prompts, order)
-        empty_engine(engine)
+        warm = phase("kvquilt_warm", work.prompts, order)
         after_warm = _counts(engine)
-        branch = _run(engine, setup, progress, "branch", work.branches)
-        empty_engine(engine)
+        branch = phase("branch", work.branches)
+        again = setup.expected.second_branch is not None
+        second = phase("second_branch", work.second_branches) if again else []
         end = _counts(engine)
         engine.worker_connector.worker_side.observer = None
         sensitivity = _control(engine, setup, reference, progress)
@@ -138,12 +157,14 @@ def run_tested(
         cold=cold,
         warm=warm,
         branch=branch,
+        second_branch=second,
         start=start,
         before_warm=before_warm,
         after_warm=after_warm,
         end=end,
         pages=pages.report(),
         sensitivity=sensitivity,
+        drafts=drafts,
     )
 
 
@@ -206,7 +227,8 @@ def _control(
     layout, worker = setup.model.layout, engine.worker_connector.worker_side
     prompts = setup.work.prompts[: _control_size(setup)]
     expected = [result.tokens for result in reference.cold]
-    tested = [(i, g) for i, g in enumerate(layout.groups) if g.cacheable and g.page_bytes and not g.draft]
+    tested = [(i, g) for i, g in enumerate(layout.groups) if g.cacheable and g.page_bytes]
+    tested = [(i, g) for i, g in tested if not g.draft and g.name not in setup.model.draft_groups]
     _run(engine, setup, progress, "control: prompts again", prompts)
     changed: dict[str, int] = {}
     copier = worker.copier

@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 
 from kvquilt.bench.expect import Expectation
-from kvquilt.testing.results import Result
+from kvquilt.testing.results import DraftCounts, Result
 
 __all__ = [
     "DRIFT_BOUND",
+    "MIN_PAGES",
+    "PHASES",
     "GroupReport",
     "PhaseReport",
     "Report",
@@ -24,7 +26,9 @@ __all__ = [
 ]
 
 DRIFT_BOUND = 1e-5
-PHASES = ("cold", "engine_warm", "kvquilt_warm", "branch")
+PHASES = ("cold", "engine_warm", "kvquilt_warm", "branch", "second_branch")
+MIN_PAGES = 1000
+"""Pages that a run compares, over all groups, if its workload loads so many."""
 
 
 class Ttft(msgspec.Struct, frozen=True):
@@ -36,12 +40,15 @@ class Ttft(msgspec.Struct, frozen=True):
 
 
 class PhaseReport(msgspec.Struct, frozen=True):
-    """One phase. Hit tokens are sums over its prompts; equal_outputs counts requests."""
+    """One phase. Hit tokens are sums over its prompts; equal_outputs counts requests. drafted_tokens,
+    accepted_tokens: 0 without a drafter."""
 
     ttft_ms: Ttft
     local_hit_tokens: int
     external_hit_tokens: int
     equal_outputs: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class GroupReport(msgspec.Struct, frozen=True):
@@ -107,7 +114,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return plain
 
 
-def phase_report(results: Sequence[Result], reference: Sequence[Result]) -> PhaseReport:
+def phase_report(
+    results: Sequence[Result], reference: Sequence[Result], drafts: DraftCounts | None = None
+) -> PhaseReport:
     """One phase's figures; `reference` is the run without kvquilt of the same prompts."""
     seconds = [r.ttft_seconds for r in results if r.ttft_seconds is not None]
     times = np.asarray(seconds or [0.0]) * 1e3
@@ -120,6 +129,8 @@ def phase_report(results: Sequence[Result], reference: Sequence[Result]) -> Phas
         local_hit_tokens=sum(r.local_hit_tokens for r in results),
         external_hit_tokens=sum(r.external_hit_tokens for r in results),
         equal_outputs=sum(equal_outputs(results, reference)),
+        drafted_tokens=drafts.drafted if drafts is not None else 0,
+        accepted_tokens=drafts.accepted if drafts is not None else 0,
     )
 
 
@@ -152,6 +163,7 @@ def failures(report: Report, expected: Expectation, *, concurrency: int, unknown
         *_output_failures(report),
         *_drift_failures(report, concurrency),
         *_page_failures(report, unknown_pages),
+        *_coverage_failures(report, expected.pages),
         *_control_failures(report.sensitivity),
         *_hit_failures(report.phases, expected),
     ]
@@ -195,6 +207,16 @@ def _page_failures(report: Report, unknown_pages: int) -> list[str]:
     return found
 
 
+def _coverage_failures(report: Report, expected: Mapping[str, int]) -> list[str]:
+    """Too few pages compared: as many as the workload loads, but no more than `MIN_PAGES` are asked for."""
+    least = min(MIN_PAGES, sum(expected.values()))
+    if report.pages_compared < least:
+        return [f"pages: {report.pages_compared:,} compared, {least:,} were to be: too few to prove anything"]
+    compared = {group.name: group.pages_compared for group in report.groups}
+    missed = [name for name, count in expected.items() if count and not compared[name]]
+    return [f"pages: none compared of {', '.join(missed)}, which must be loaded"] if missed else []
+
+
 def _control_failures(sensitivity: Mapping[str, int]) -> list[str]:
     if not sensitivity:
         return ["control: no group could be loaded as zeros, so equal outputs prove nothing"]
@@ -214,10 +236,13 @@ def _hit_failures(phases: Mapping[str, PhaseReport], expected: Expectation) -> l
         ("kvquilt_warm", phases["kvquilt_warm"].external_hit_tokens, expected.warm, expected.holds_warm),
         ("branch", phases["branch"].external_hit_tokens, expected.branch, expected.holds_branch),
     ]
+    if expected.second_branch is not None:
+        hit, least = phases["second_branch"].external_hit_tokens, expected.second_branch
+        wanted.append(("second_branch", hit, least, expected.holds_branch))
     for name, tokens, least, applies in wanted:
         if applies and tokens < least:
             found.append(f"{name}: {tokens:,} tokens hit, {least:,} were to be")
-    held = {name: phases[name].local_hit_tokens for name in ("cold", "kvquilt_warm", "branch")}
+    held = {name: phase.local_hit_tokens for name, phase in phases.items() if name != "engine_warm"}
     return found + [
         f"{name}: the engine itself held {tokens:,} tokens, so it is no test"
         for name, tokens in held.items()

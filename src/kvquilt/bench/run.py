@@ -9,6 +9,7 @@ from kvquilt.bench.config import BenchConfig
 from kvquilt.bench.phases import Reference, Tested, run_reference, run_tested
 from kvquilt.bench.progress import BenchProgress, SilentProgress
 from kvquilt.bench.report import (
+    PHASES,
     GroupReport,
     PhaseReport,
     Report,
@@ -30,36 +31,40 @@ __all__ = ["Outcome", "run_bench"]
 class Outcome:
     """setup: what was run. report: what was measured. failures: what did not hold; empty is success.
     saves_skipped: pages that kvquilt wanted to save and did not, by reason; "present" is none of them.
-    drifts: phase -> its largest difference of a log-probability."""
+    drifts: phase -> its largest difference of a log-probability. reference: what was equalled."""
 
     setup: BenchSetup
     report: Report
     failures: tuple[str, ...]
     saves_skipped: Mapping[str, int]
     drifts: Mapping[str, float]
+    reference: Reference
 
 
 def run_bench(
     config: BenchConfig,
     progress: BenchProgress | None = None,
     prepare: Callable[[Engine], None] | None = None,
+    reference: Reference | None = None,
 ) -> Outcome:
     """Run all phases in this process.
 
-    prepare: called with the engine that has kvquilt, before its first phase. Raises ConfigError,
+    prepare: called with the engine that has kvquilt, before its first phase. reference: that of a
+    run which differs in kvquilt's options alone, to save the time. Raises ConfigError,
     LayoutError or SizingError for what cannot be run, BenchError if an engine does not do its part.
     """
     progress = progress if progress is not None else SilentProgress()
     setup = set_up(config)
     for line in _intentions(setup):
         progress.say(line)
-    reference = run_reference(setup, progress)
+    if reference is None:
+        reference = run_reference(setup, progress)
     tested = run_tested(setup, reference, progress, prepare)
     report = _report(setup, reference, tested)
     found = failures(
         report, setup.expected, concurrency=config.concurrency, unknown_pages=tested.pages.unknown
     )
-    return Outcome(setup, report, tuple(found), _skipped(tested), _drifts(reference, tested))
+    return Outcome(setup, report, tuple(found), _skipped(tested), _drifts(reference, tested), reference)
 
 
 def _intentions(setup: BenchSetup) -> list[str]:
@@ -111,11 +116,14 @@ def _skipped(tested: Tested) -> dict[str, int]:
 
 def _pairs(reference: Reference, tested: Tested) -> dict[str, tuple[list[Result], list[Result]]]:
     """kvquilt's phases, each beside the results that it must equal."""
-    return {
+    pairs = {
         "cold": (tested.cold, reference.cold),
         "kvquilt_warm": (tested.warm, reference.cold),
         "branch": (tested.branch, reference.branch),
     }
+    if reference.second_branch:
+        pairs["second_branch"] = (tested.second_branch, reference.second_branch)
+    return pairs
 
 
 def _drifts(reference: Reference, tested: Tested) -> dict[str, float]:
@@ -123,12 +131,9 @@ def _drifts(reference: Reference, tested: Tested) -> dict[str, float]:
 
 
 def _phases(reference: Reference, tested: Tested) -> dict[str, PhaseReport]:
-    return {
-        "cold": phase_report(tested.cold, reference.cold),
-        "engine_warm": phase_report(reference.warm, reference.cold),
-        "kvquilt_warm": phase_report(tested.warm, reference.cold),
-        "branch": phase_report(tested.branch, reference.branch),
-    }
+    pairs = {"engine_warm": (reference.warm, reference.cold), **_pairs(reference, tested)}
+    drafts = {**reference.drafts, **tested.drafts}
+    return {name: phase_report(*pairs[name], drafts[name]) for name in PHASES if name in pairs}
 
 
 def _group(setup: BenchSetup, tested: Tested, index: int, group: CacheGroup) -> GroupReport:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
+
 from kvquilt.bench.config import BenchConfig
-from kvquilt.bench.expect import Expectation, default_ram_bytes, expect
+from kvquilt.bench.expect import Expectation, default_ram_bytes, expect, plan_for
 from kvquilt.bench.model import BenchModel, bench_model
 from kvquilt.bench.workload import Workload, make_workload
 from kvquilt.config import Options
 from kvquilt.errors import ConfigError, SizingError
 from kvquilt.layout import CacheLayout
-from kvquilt.sizing import SlotPlan, plan_slots
+from kvquilt.sizing import SlotPlan
 from kvquilt.store.memory import available_memory
 from kvquilt.testing.workload import kv_cache_memory_for, pool_blocks_for
 from kvquilt.units import format_bytes
@@ -50,11 +52,9 @@ class BenchSetup:
 
     def tokens_covered(self, retention: str) -> int:
         """Tokens that the same budget covers under another retention; 0 if it is too small for it."""
-        options = self.config.parsed(self.ram_bytes)
-        interval = Options(retention=retention).planned_checkpoint_interval  # type: ignore[arg-type]
-        layout, partition = self.model.layout, options.group_partition
+        config = msgspec.structs.replace(self.config, retention=retention)
         try:
-            return plan_slots(layout, self.ram_bytes, interval, partition=partition).tokens
+            return plan_for(self.model.layout, config.parsed(self.ram_bytes), self.ram_bytes).tokens
         except SizingError:
             return 0
 
@@ -73,9 +73,7 @@ def set_up(config: BenchConfig) -> BenchSetup:
     layout = model.layout
     given = config.ram_bytes
     options = config.parsed(default_ram_bytes(layout, config) if given is None else given)
-    plan = plan_slots(
-        layout, options.budget_bytes, options.planned_checkpoint_interval, partition=options.group_partition
-    )
+    plan = plan_for(layout, options, options.budget_bytes)
     setup = BenchSetup(
         config=config,
         model=model,

@@ -5,13 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from kvquilt.bench.report import Report
+from kvquilt.bench.report import PHASES, Report
 from kvquilt.bench.run import Outcome
 from kvquilt.units import format_bytes
 
 __all__ = ["print_outcome", "summary"]
-
-_PHASES = ("cold", "engine_warm", "kvquilt_warm", "branch")
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
@@ -45,9 +43,10 @@ def _phase_table(outcome: Outcome) -> Table:
         "engine_warm": expected.best_warm,
         "kvquilt_warm": expected.best_warm,
         "branch": expected.best_branch,
+        "second_branch": expected.best_branch,
     }
     drifts = {**outcome.drifts, "engine_warm": report.engine_logprob_drift}
-    for name in _PHASES:
+    for name in filter(report.phases.__contains__, PHASES):
         phase, ttft = report.phases[name], report.phases[name].ttft_ms
         table.add_row(
             name,
@@ -105,9 +104,27 @@ def _figures(outcome: Outcome) -> list[str]:
         f"memory: {format_bytes(report.bytes_resident)} held of {format_bytes(setup.ram_bytes)}; the slots "
         f"cover {report.tokens_covered:,} tokens ({setup.tokens_covered(other):,} with --retention {other})",
     ]
+    lines += _notes(outcome)
     if outcome.saves_skipped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(outcome.saves_skipped.items()))
         lines.append(f"saves skipped, pages by reason: {reasons}")
+    return lines
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    report, lines = outcome.report, []
+    if outcome.setup.expected.second_branch is not None:
+        lines.append(
+            "states: the engine keeps one per prompt, so a branch finds none at its fork; it leaves one "
+            "there, which the second branch resumes from"
+        )
+    shares = {
+        name: f"{phase.accepted_tokens / phase.drafted_tokens:.1%} of {phase.drafted_tokens:,} ({name})"
+        for name, phase in report.phases.items()
+        if phase.drafted_tokens
+    }
+    if shares:
+        lines.append(f"drafts accepted: {', '.join(shares.values())}")
     return lines
 
 

@@ -13,7 +13,7 @@ __all__ = ["Prompt", "Workload", "make_workload", "shared_tokens"]
 
 # Ids below are padding, end and begin in most vocabularies.
 _FIRST_TOKEN = 3
-_PROMPTS, _BRANCHES, _PRACTICE = range(3)
+_PROMPTS, _BRANCHES, _PRACTICE, _SECOND = range(4)
 Prompt = tuple[int, ...]
 Tokens = NDArray[np.int64]
 
@@ -21,11 +21,12 @@ Tokens = NDArray[np.int64]
 @dataclass(frozen=True)
 class Workload:
     """prompts: no two share a block. branches: branch i equals prompt i in its first
-    `shared_tokens` tokens and differs in the next one. practice: prompts of the same length that
-    warm an engine up."""
+    `shared_tokens` tokens and differs in the next one. second_branches: so do these, from prompts
+    and branches alike. practice: prompts of the same length that warm an engine up."""
 
     prompts: tuple[Prompt, ...]
     branches: tuple[Prompt, ...]
+    second_branches: tuple[Prompt, ...]
     practice: tuple[Prompt, ...]
     shared_tokens: int
 
@@ -46,7 +47,7 @@ def make_workload(
     >>> work.shared_tokens, work.prompts[1][:6] == work.branches[1][:6], work.prompts[1] == work.branches[1]
     (6, True, False)
     """
-    if vocab_size < _FIRST_TOKEN + 2:
+    if vocab_size < _FIRST_TOKEN + 3:
         raise ConfigError(f"vocab_size={vocab_size}: too small for prompts that differ")
     kept = shared_tokens(prompt_tokens)
     prompts = _draw(requests, prompt_tokens, vocab_size, (seed, _PROMPTS))
@@ -55,8 +56,13 @@ def make_workload(
     same = branches[:, kept] == prompts[:, kept]
     span = vocab_size - _FIRST_TOKEN
     branches[same, kept] = (prompts[same, kept] - _FIRST_TOKEN + 1) % span + _FIRST_TOKEN
+    second = _draw(requests, prompt_tokens, vocab_size, (seed, _SECOND))
+    second[:, :kept] = prompts[:, :kept]
+    one_on = (prompts[:, kept] - _FIRST_TOKEN + 1) % span + _FIRST_TOKEN
+    two_on = (prompts[:, kept] - _FIRST_TOKEN + 2) % span + _FIRST_TOKEN
+    second[:, kept] = np.where(branches[:, kept] == one_on, two_on, one_on)
     warming = _draw(practice, prompt_tokens, vocab_size, (seed, _PRACTICE))
-    return Workload(_rows(prompts), _rows(branches), _rows(warming), kept)
+    return Workload(_rows(prompts), _rows(branches), _rows(second), _rows(warming), kept)
 
 
 def _rows(table: Tokens) -> tuple[Prompt, ...]:

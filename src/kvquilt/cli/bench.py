@@ -18,7 +18,7 @@ _PIPE_WIDTH = 120
 
 def bench(
     model: Annotated[
-        str, typer.Option(help="gemma4-mini, gemma3-mini, plain-mini, or a directory with a model.")
+        str, typer.Option(help="A tiny model, such as gemma4-mini (see the docs), or a directory with one.")
     ] = DEFAULT_MODEL,
     ram_bytes: Annotated[
         str | None, typer.Option(help="Host memory for pages, such as 1GiB.  [default: the working set]")
@@ -26,7 +26,9 @@ def bench(
     retention: Annotated[str, typer.Option(help="dense or prompt_end.")] = "dense",
     group_partition: Annotated[str, typer.Option(help="solved or shared_rows.")] = "solved",
     requests: Annotated[int | None, typer.Option(help="Prompts per phase.  [default: 200]")] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests that run at once.  [default: 8, or 1 where the model asks]")
+    ] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt.  [default: 2000]")] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Tokens generated.  [default: 8]")] = None,
     order: Annotated[str, typer.Option(help="same or reversed: prompts in the warm phases.")] = "same",

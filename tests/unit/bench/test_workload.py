@@ -28,8 +28,8 @@ def test_branches_keep_two_thirds_and_differ_in_the_next_token(work: Workload) -
 
 
 def test_branches_differ_even_where_there_is_hardly_a_choice() -> None:
-    work = make_workload(requests=50, prompt_tokens=30, vocab_size=5)
-    assert all(p[20] != b[20] and 3 <= b[20] < 5 for p, b in zip(work.prompts, work.branches, strict=True))
+    work = make_workload(requests=50, prompt_tokens=30, vocab_size=6)
+    assert all(p[20] != b[20] and 3 <= b[20] < 6 for p, b in zip(work.prompts, work.branches, strict=True))
 
 
 def test_no_two_prompts_share_a_block(work: Workload) -> None:
@@ -43,5 +43,5 @@ def test_equal_arguments_give_equal_prompts_and_another_seed_others(work: Worklo
 
 
 def test_a_vocabulary_without_a_choice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vocab_size=4"):
-        make_workload(requests=1, prompt_tokens=10, vocab_size=4)
+    with pytest.raises(ConfigError, match="vocab_size=5"):
+        make_workload(requests=1, prompt_tokens=10, vocab_size=5)
