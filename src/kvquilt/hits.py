@@ -65,14 +65,9 @@ def valid_at(group: CacheGroup, present: Presence, ends: IntArray, local_tokens:
         index = np.fromiter(present, dtype=np.int64) - base
         mask[index[(index >= 0) & (index < mask.size)]] = True
     mask[: max(0, local_tokens // group.tokens_per_block - base)] = True
-    return all_present(mask, lo - base, hi - base)
-
-
-def all_present(mask: BoolArray, lo: IntArray, hi: IntArray) -> BoolArray:
-    """For each i: is every entry of `mask` in [lo[i], hi[i]) True?"""
     count = np.zeros(mask.size + 1, dtype=np.int64)
     np.cumsum(mask, out=count[1:])
-    return np.asarray(count[hi] - count[lo] == hi - lo)
+    return np.asarray(count[hi - base] - count[lo - base] == hi - lo)
 
 
 def longest_hit(

@@ -84,6 +84,15 @@ class GroupIndex:
         count = kernels.probe(self.slots, self.index, chain.hashes, self.hashes_per_block, first, hashed, out)
         return out, count
 
+    def all_visible(self, chain: Chain, lo: IntArray, hi: IntArray, held: int) -> NDArray[np.bool_]:
+        """For each i: are all of blocks lo[i]..hi[i]-1 visible, or before block `held`? lo, hi: ascending."""
+        out = np.empty(lo.size, dtype=np.bool_)
+        hashed = chain.num_blocks(self.index)
+        kernels.all_visible(
+            self.slots, self.index, chain.hashes, self.hashes_per_block, held, hashed, lo, hi, out
+        )
+        return out
+
     def states(self, chain: Chain, blocks: IntArray) -> NDArray[np.uint8]:
         """kernels.FREE (missing), TICKETED or RESIDENT for each block."""
         out = np.empty(blocks.size, dtype=np.uint8)

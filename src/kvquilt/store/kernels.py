@@ -263,6 +263,35 @@ def probe(s: Slots, group: int, hashes: U64, k: int, first: int, last: int, out:
 
 
 @njit
+def all_visible(
+    s: Slots,
+    group: int,
+    hashes: U64,
+    k: int,
+    held: int,
+    hashed: int,
+    lo: I64,
+    hi: I64,
+    out: NDArray[np.bool_],
+) -> None:
+    """out[i]: are all of blocks lo[i]..hi[i]-1 visible? lo, hi: ascending.
+
+    Blocks before `held` count as visible, those from `hashed` on never are.
+    """
+    base, last = lo[0], hi[hi.size - 1]
+    first = min(max(base, held), last)
+    slots = np.empty(max(0, min(last, hashed) - first), dtype=np.int64)
+    _visible(s, group, hashes, k, first, slots)
+    missing = np.zeros(last - base + 1, dtype=np.int64)  # before each block, from base on
+    for block in range(base, last):
+        i = block - first
+        gone = i >= 0 and (i >= slots.size or slots[i] < 0)
+        missing[block - base + 1] = missing[block - base] + gone
+    for i in range(lo.size):
+        out[i] = missing[hi[i] - base] == missing[lo[i] - base]
+
+
+@njit
 def states(s: Slots, group: int, hashes: U64, k: int, blocks: I64, out: U8) -> int:
     """FREE (missing), TICKETED or RESIDENT for each block; returns how many are missing."""
     missing = 0

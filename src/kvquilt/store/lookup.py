@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvquilt.hits import all_present, joint_hit, num_probed_blocks
+from kvquilt.hits import joint_hit, num_probed_blocks
 from kvquilt.layout import CacheLayout, needed_blocks
 from kvquilt.store.chain import Chain
 from kvquilt.store.index import GroupIndex
@@ -156,12 +156,8 @@ def _parts(views: Sequence[GroupIndex], chain: Chain, tokens: int, local_tokens:
 def _valid(view: GroupIndex, chain: Chain, ends: IntArray, local_tokens: int) -> NDArray[np.bool_]:
     """`hits.valid_at` over what is visible; ends: ascending."""
     lo, hi = needed_blocks(view.group, ends)
-    hi = hi + int(view.group.draft)
-    base, last = int(lo[0]), int(hi[-1])
-    first = min(max(base, local_tokens // view.group.tokens_per_block), last)
-    present = np.ones(last - base, dtype=np.bool_)
-    np.greater_equal(view.probe(chain, first, last)[0], 0, out=present[first - base :])
-    return all_present(present, lo - base, hi - base)
+    held = local_tokens // view.group.tokens_per_block
+    return view.all_visible(chain, lo, hi + int(view.group.draft), held)
 
 
 def _in_order(dense: Sequence[Part], others: Sequence[Part], tokens: int) -> tuple[Part, ...]:

@@ -50,8 +50,9 @@ def warm_up() -> None:
         store.expire()
         store.release_owner("warm")
         store.audit()
-        # The one kernel that a well-behaved store of this size may not reach.
+        # What a well-behaved store of this size may not reach.
         view = store._built.views[1]
+        view.all_visible(chain, np.arange(2), np.arange(1, 3), 0)
         kernels.probe(view.slots, 1, chain.hashes, 1, 0, 4, np.empty(4, dtype=np.int64))
 
 
