@@ -1,0 +1,68 @@
+"""Data parallelism with real engine cores: each has a store of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine.processes import Child, left_behind, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+_TWO_CORES = """
+import asyncio
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+from kvquilt.testing import make_model
+
+async def ask(llm, name, rank):
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": [5 + i * i % 1999 for i in range(331)]}
+    async for answer in llm.generate(prompt, params, name, data_parallel_rank=rank):
+        pass
+    print("rank", rank, answer.num_cached_tokens, list(answer.outputs[0].token_ids), flush=True)
+    await llm.reset_prefix_cache()
+
+async def main():
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model=make_model("gemma4-mini").as_posix(), dtype="float32", block_size=32, max_model_len=512,
+        num_gpu_blocks_override=200, kv_cache_memory_bytes=64 << 20, enforce_eager=True,
+        skip_tokenizer_init=True, disable_hybrid_kv_cache_manager=False, data_parallel_size=2,
+        kv_transfer_config={
+            "kv_connector": "KVQuiltConnector", "kv_connector_module_path": "kvquilt.vllm",
+            "kv_role": "kv_both", "kv_connector_extra_config": {"ram_bytes": "16MiB"},
+        },
+    ))
+    for number, rank in enumerate([0, 0, 1, 1, 0]):
+        await ask(llm, f"request-{number}", rank)
+    llm.shutdown()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+    print("end", flush=True)
+"""
+
+
+def test_each_engine_core_has_a_store_of_its_own(tmp_path: Path) -> None:
+    """What one core has saved is no hit on the other, and the same prompt is never answered otherwise."""
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"}
+    with Child([sys.executable, "-c", _TWO_CORES], tmp_path, binding) as child:
+        answers = [child.expect("rank").split(maxsplit=3)[1:] for _ in range(5)]
+        assert [(rank, hit) for rank, hit, _ in answers] == [
+            ("0", "0"),
+            ("0", "320"),
+            ("1", "0"),
+            ("1", "320"),
+            ("0", "320"),
+        ]
+        assert len({tokens for _, _, tokens in answers}) == 1
+        child.expect("end")
+        assert child.wait() == 0
+        wait_until(lambda: not child.members(), f"still there: {child.members()}")
+        assert left_behind([child], tmp_path) == []
