@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+
 from engine.processes import Child, left_behind, wait_until
 from engine.rig import random_prompts
 from kvquilt.testing import Engine, Result
@@ -205,7 +207,36 @@ def test_many_at_once(rig: Rig) -> None:
     rig.forget()
     warm = rig.run(prompts, concurrency=len(prompts))
     assert external(warm) == rig.boundaries(prompts)
-    assert [result.tokens for result in warm] == [result.tokens for result in cold]
+    for report in rig.ranks.reports():
+        assert (report.mismatches, report.unknown) == ((), 0)
+    # In bfloat16 a batch of eight says other things than eight alone, with or without hits.
+    whole = rig.engine.vllm_config.model_config.dtype == torch.float32
+    count = TOKENS if whole else 1
+    assert [result.tokens[:count] for result in warm] == [result.tokens[:count] for result in cold]
+
+
+def test_b10_prompts_that_share_a_prefix_and_part(rig: Rig) -> None:
+    """B10: shared blocks from the store, other tails; each as without any hit, on every rank."""
+    shared, *tails = random_prompts(18, 3 * 128, 70, 81, 92)
+    prompts = [shared + tail for tail in tails]
+    alone = []
+    for prompt in prompts:
+        rig.empty()
+        alone += rig.run([prompt])
+    assert external(alone) == [0, 0, 0]
+    rig.empty()
+    together = []
+    for prompt in prompts:
+        together += rig.run([prompt])
+        rig.forget()
+    # A state is made where the second prompt leaves the first, and serves the third.
+    states = any(group.kind == "recurrent" for group in rig.side.layout.groups)
+    assert external(together) == [0, 0 if states else len(shared), len(shared)]
+    for with_hit, without in zip(together, alone, strict=True):
+        assert with_hit.tokens == without.tokens
+        assert max(abs(a - b) for a, b in zip(with_hit.logprobs, without.logprobs, strict=True)) < 1e-3
+    for report in rig.ranks.reports():
+        assert (report.mismatches, report.unknown) == ((), 0)
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
