@@ -103,7 +103,8 @@ class Quilt:
     options: of the connector. copies: a plan of copy faults per rank (or one for all).
     late: `LateWorker` steps by rank, None there for silence. step_seconds: what the connector's
     clock advances in a step; None for the real clock. pin_cap: blocks that pins alone may hold;
-    None for the product's own cap, at which steps faster than their copies save less. multi: wrap
+    None for the product's own cap, at which steps faster than their copies save less.
+    prepare: called with each worker's connector when it is "made" and when "registered". multi: wrap
     the connector in the engine's MultiConnector. Further options are the harness's.
     """
 
@@ -117,6 +118,7 @@ class Quilt:
         num_blocks: int = 400,
         multi: bool = False,
         pin_cap: int | None = 1_000_000,
+        prepare: Callable[[Quilt, Any, str], None] | None = None,
         **rest: Any,
     ) -> None:
         names = ("ram_bytes", "group_partition", "retention", "retain_slack", "retain_generated")
@@ -131,6 +133,8 @@ class Quilt:
         def on_worker(rank: int, connector: Any, when: str) -> None:
             if multi:
                 connector = connector._connectors[0]
+            if prepare is not None:
+                prepare(self, connector, when)
             if when == "made":
                 if step_seconds is not None:
                     connector.worker_side._clock = self.clock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ class SimEngine:
         self.hasher = _request_hasher(config)
         self.workers: list[SimWorker] = []
         self.scheduler: Any = None
-        self._inflight: deque[tuple[Any, Any]] = deque()
+        self._inflight: deque[tuple[Any, Any, list[Callable[[], None]]]] = deque()
         self._aggregator: Any = None
         self._closed = False
         try:
@@ -86,14 +87,19 @@ class SimEngine:
         computed = False
         if scheduler.has_requests() or not self._inflight:
             scheduled = scheduler.schedule()
-            self._inflight.append((scheduled, self._execute(scheduled)))
+            output = self._execute(scheduled)
+            self._inflight.append((scheduled, output, [worker.fence() for worker in self.workers]))
             computed = bool(scheduled.num_scheduled_tokens)
         # The engine fills its queue before it waits for a result.
         full = len(self._inflight) >= self.config.vllm.max_concurrent_batches
         if not full and (computed or scheduler.has_requests()):
             return computed, []
         mid_step()
-        outputs = scheduler.update_from_output(*self._inflight.popleft())
+        scheduled, output, fences = self._inflight.popleft()
+        for fence in fences:  # the tokens are there when the step has been computed
+            fence()
+        self._raise_errors()
+        outputs = scheduler.update_from_output(scheduled, output)
         if self.config.speculation is not None and computed:
             self._take_drafts()
         return computed, [item for client in outputs.values() for item in client.outputs]
@@ -108,8 +114,14 @@ class SimEngine:
         """Poison what was given back since the last step; StrayWrite if idle memory was written."""
         fresh, freed = self._watch.drain()
         for worker in self.workers:
-            worker.memory.recycle(fresh, freed)
-            worker.memory.check_idle()
+            worker.launch("recycle", functools.partial(worker.memory.recycle, fresh, freed))
+            worker.launch("check", worker.memory.check_idle)
+        self._raise_errors()
+
+    def _raise_errors(self) -> None:
+        for worker in self.workers:
+            if worker.errors:
+                raise worker.errors[0]
 
     def shutdown(self) -> None:
         """Shut down workers' connectors, then the scheduler with its own. Twice is harmless."""

@@ -9,7 +9,7 @@ model's output would not have changed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,19 +185,21 @@ class SimModel:
             request = self.requests[request_id]
             drafted = list((drafts or {}).get(request_id, ()))
             stop = start + count - len(drafted)
+            # As they are now: later steps may be planned before this one is computed.
+            seen = replace(request, tables=tuple(list(table) for table in request.tables))
             if stop > len(request.hashes) or (drafted and stop < len(request.hashes)):
                 known = len(request.hashes)
                 raise HarnessError(f"request {request_id}: asked to compute {stop} tokens, {known} are known")
             sampled[request_id] = []
             if stop < len(request.hashes):
-                self._work.append(_Work(request, start, stop, request.hashes.values))
+                self._work.append(_Work(seen, start, stop, request.hashes.values))
                 continue
             unverified = TokenHashes(request.hashes.tokens, request.hashes.salt) if drafted else None
             sampled[request_id] = self._sample(request.hashes, drafted)
-            work = _Work(request, start, len(request.hashes) - 1, request.hashes.values)
+            work = _Work(seen, start, len(request.hashes) - 1, request.hashes.values)
             if unverified is not None:
                 unverified.extend([max(0, token) for token in drafted])  # -1: no draft at all
-                work = _Work(request, start, start + count, unverified.values, work)
+                work = _Work(seen, start, start + count, unverified.values, work)
             self._work.append(work)
         return sampled
 
@@ -222,21 +224,26 @@ class SimModel:
         wrong = int(hashes.values[-1]) % (count + 1)  # as many are right, all at most
         return [token if i < wrong else (token + 1) % self.vocab_size for i, token in enumerate(drafts)]
 
-    def forward(self, layer: SimLayer) -> None:
-        """Compute one layer: write the new entries of all requests, then read as attention does.
+    def take_work(self) -> list[_Work]:
+        """What `plan` took up last, for `forward` to compute whenever its time comes."""
+        work, self._work = self._work, []
+        return work
+
+    def forward(self, layer: SimLayer, step: Sequence[_Work]) -> None:
+        """Compute one layer of a step: write the new entries of all requests, then read as attention does.
 
         All write before any reads, as in the engine: a request may hit blocks that another request
         fills in the same step. A state is read before, as in the engine. Raises WrongKV.
         """
         shape = self.shapes[layer.group]
         if shape.kind == "recurrent":
-            self._forward_states(layer)
+            self._forward_states(layer, step)
             return
         if shape.kind == "ring":
-            self._forward_ring(layer)
+            self._forward_ring(layer, step)
             return
         drafting = shape.draft or shape.drafter is not None
-        todo = [work.verified if drafting and work.verified else work for work in self._work]
+        todo = [work.verified if drafting and work.verified else work for work in step]
         for work in todo:
             positions = np.arange(work.start, work.stop)
             blocks, offsets = self._locate(layer, work, positions)
@@ -250,23 +257,35 @@ class SimModel:
                 blocks, offsets = self._locate(layer, work, positions)
                 layer.words[blocks, offsets] = 0  # what comes of zeros is worth no more than they are
 
-    def _forward_ring(self, layer: SimLayer) -> None:
+    def touched(self, layer: SimLayer, step: Sequence[_Work]) -> Iterable[tuple[int, int, bool]]:
+        """(address, bytes, written?) of all blocks that `forward` may read or write."""
+        size, stride = layer.words[0].nbytes, layer.words.strides[0]
+        base = layer.words.__array_interface__["data"][0]
+        tokens = self.shapes[layer.group].tokens_per_block
+        for work in step:
+            first = max(0, self.shapes[layer.group].first_read(work.start)) // tokens
+            table = work.request.tables[layer.group][first : -(-work.stop // tokens)]
+            for index, block in enumerate(table, first):
+                if block:
+                    yield base + block * stride, size, (index + 1) * tokens > work.start
+
+    def _forward_ring(self, layer: SimLayer, step: Sequence[_Work]) -> None:
         """One block per request, used round and round: it holds what of the open block was computed."""
         shape = self.shapes[layer.group]
-        for work in self._work:
+        for work in step:
             self._read(layer, work, np.arange(shape.first_read(work.start), work.start))
             kept = np.arange(max(work.start, work.stop - shape.tokens_per_block), work.stop)
             blocks, offsets = self._locate(layer, work, kept)
             layer.words[blocks, offsets] = self._entries(layer, work, kept)
 
-    def _forward_states(self, layer: SimLayer) -> None:
+    def _forward_states(self, layer: SimLayer, step: Sequence[_Work]) -> None:
         """The state after the last computed token is read; the one after the last new token is kept,
         and with `state_mode` "all" each one at the end of a block."""
         shape = self.shapes[layer.group]
-        for work in self._work:
+        for work in step:
             if work.start:
                 self._read(layer, work, np.asarray([work.start - 1]))
-        for work in self._work:
+        for work in step:
             kept = np.asarray([work.stop - 1])
             if shape.state_mode == "all":
                 ends = np.arange(work.start + 1, work.stop)

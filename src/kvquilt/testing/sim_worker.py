@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from kvquilt.testing.fake_device import FakeDevice, Span
 from kvquilt.testing.sim_config import EngineConfig
 from kvquilt.testing.sim_fingerprint import TokenHashes
 from kvquilt.testing.sim_model import SimMemory, SimModel, SimRequest
@@ -22,6 +24,8 @@ class SimWorker:
     """Executes scheduler outputs as a model runner does, on simulated memory.
 
     connector: made by the engine's factory, worker role; None without a connector.
+    device: a `FakeDevice` on whose stream the model runs; None computes at once. errors: what went
+    wrong there.
     salt_of: the salt of a request; the engine's workers do not get it, but KV made under another
     salt (or adapter) must never be taken for this one's.
     """
@@ -42,6 +46,8 @@ class SimWorker:
         self.connector: Any = None
         self._salt_of = salt_of
         self._sampling: list[str] = []
+        self.device: FakeDevice | None = None
+        self.errors: list[Exception] = []
         if self.vllm_config.kv_transfer_config is not None:
             from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
             from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -68,8 +74,9 @@ class SimWorker:
         """
         if self.connector is not None:
             self.connector.handle_preemptions(scheduled.kv_connector_metadata)
-        recycle(self.memory)
-        self.memory.prepare(scheduled.new_block_ids_to_zero or (), scheduled.kv_cache_block_copies or ())
+        self.launch("recycle", lambda: recycle(self.memory))
+        zero, copies = list(scheduled.new_block_ids_to_zero or ()), list(scheduled.kv_cache_block_copies or ())
+        self.launch("prepare", lambda: self.memory.prepare(zero, copies))
         starts = self._update_requests(scheduled)
         if self.connector is None:
             return self._output(self._forward(starts, scheduled), None)
@@ -108,6 +115,26 @@ class SimWorker:
                 connector.wait_for_save()
             connector.clear_connector_metadata()
 
+    def launch(self, name: str, work: Callable[[], None], spans: Sequence[Span] = ()) -> None:
+        """Do some work of the model's, or give it to the device."""
+        if self.device is None:
+            work()
+            return
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - raised by the engine, not by whoever lets time pass
+                self.errors.append(error)
+
+        self.device.work(self.device.current_stream(), name, [run], spans)
+
+    def fence(self) -> Callable[[], None]:
+        """Wait for what has been launched so far."""
+        if self.device is None:
+            return lambda: None
+        return functools.partial(self.device.synchronize, self.device.record(self.device.current_stream()))
+
     def propose(self, count: int) -> dict[str, list[int]]:
         """Drafts for the requests of the last step that sampled."""
         return {name: self.model.propose(name, count) for name in self._sampling}
@@ -118,10 +145,12 @@ class SimWorker:
             return {}
         sampled = self.model.plan(starts, scheduled.scheduled_spec_decode_tokens)
         self._sampling = [name for name, tokens in sampled.items() if tokens]
+        work = self.model.take_work()
         for layer in self.memory.layers:
             if self.connector is not None:
                 self.connector.wait_for_layer_load(layer.name)
-            self.model.forward(layer)
+            spans = [Span(*span) for span in self.model.touched(layer, work)] if self.device else []
+            self.launch(layer.name, functools.partial(self.model.forward, layer, work), spans)
             if self.connector is not None:
                 self.connector.save_kv_layer(layer.name, layer.tensor, None)
         return sampled
