@@ -180,9 +180,7 @@ def test_b35_windows_are_not_priced_as_full_layers() -> None:
 def test_b36_covered_tokens_are_not_divided_by_the_number_of_groups() -> None:
     """B36: three state groups with a checkpoint in 16,384 tokens cost a few slots, not three quarters."""
     groups = [CacheGroup("full", kind="full", tokens_per_block=16, page_bytes=4096)]
-    groups += [
-        CacheGroup(f"s{i}", kind="recurrent", tokens_per_block=16, page_bytes=4096) for i in range(3)
-    ]
+    groups += [CacheGroup(f"s{i}", kind="recurrent", tokens_per_block=16, page_bytes=4096) for i in range(3)]
     plan = plan_slots(CacheLayout(groups), 1200 * 4096, checkpoint_interval=19_152)
     assert (plan.tokens, plan.slots) == (19_152, {"full": 1197, "s0": 1, "s1": 1, "s2": 1})
 
@@ -270,7 +268,8 @@ def test_latent_and_indexer_caches_of_a_layer_are_two_groups_under_two_names() -
     ]
     with Quilt(groups, num_ranks=2) as q:
         layers = [group.layers for group in q.layout.groups]
-        assert [name.rsplit(".", 2)[0] for name in layers[0]] != [name for name in layers[2]]
+        assert layers[0] == ("model.layers.0.0.attn", "model.layers.0.1.attn")
+        assert layers[2] == ("model.layers.0.0.indexer.k_cache", "model.layers.0.1.indexer.k_cache")
         serve_and_forget(q, tokens(1, 200))
         assert q.serve(tokens(1, 200), max_tokens=4).external_hit == 192
         q.check_end()

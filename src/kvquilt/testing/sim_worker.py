@@ -75,7 +75,10 @@ class SimWorker:
         if self.connector is not None:
             self.connector.handle_preemptions(scheduled.kv_connector_metadata)
         self.launch("recycle", lambda: recycle(self.memory))
-        zero, copies = list(scheduled.new_block_ids_to_zero or ()), list(scheduled.kv_cache_block_copies or ())
+        zero, copies = (
+            list(scheduled.new_block_ids_to_zero or ()),
+            list(scheduled.kv_cache_block_copies or ()),
+        )
         self.launch("prepare", lambda: self.memory.prepare(zero, copies))
         starts = self._update_requests(scheduled)
         if self.connector is None:
