@@ -74,7 +74,7 @@ def test_b9_attention_without_its_state_is_no_hit() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_b10_a_shared_prefix_of_a_hybrid_on_several_ranks(num_ranks: int) -> None:
-    """B10: prompts share three blocks, where the first left its last state; each rank gets its own state and KV back."""
+    """B10: prompts share three blocks, where the first left its last state; each rank gets its own back."""
     with Quilt([full(160), states(160, 512)], num_ranks=num_ranks, max_num_batched_tokens=160) as q:
         base = tokens(1, 480)
         cold = []
