@@ -93,6 +93,8 @@ class HitCheck:
         self._drafters = {i for i, shape in enumerate(shapes) if shape.drafter is not None}
         self._look = quilt.side.finder._look
         quilt.side.finder._look = self._checked
+        self._match = quilt.side.match
+        quilt.side.match = self._answered
 
     def expected(self, request: Any, local_tokens: int) -> int:
         """The right answer for a request at this moment."""
@@ -119,3 +121,11 @@ class HitCheck:
         self.num_hits += found.tokens > local_tokens
         self.num_without += bool(without)
         return found, without
+
+    def _answered(self, request: Any, local_tokens: int) -> Any:
+        """What the engine is told is what was found, or nothing."""
+        tokens, asynchronous = self._match(request, local_tokens)
+        found = self._quilt.side._states[request.request_id].found if tokens else None
+        if found is not None and (tokens != found.tokens - local_tokens or not asynchronous):
+            self.wrong.append(f"{request.request_id}: the engine is told {tokens}, found are {found.tokens}")
+        return tokens, asynchronous

@@ -198,6 +198,20 @@ def test_method_faults() -> None:
     assert target.effects == [0, 2, 3, 4, 5]
 
 
+def test_a_fault_on_a_class_or_upon_a_fault_leaves_what_was_there() -> None:
+    target = Target()
+    with MethodFault(Target, "work", error=OSError), pytest.raises(OSError):
+        target.work(0)
+    assert target.work(1) == 1
+    with MethodFault(target, "work", error=OSError) as first:
+        with MethodFault(target, "work", error=ValueError), pytest.raises(ValueError):
+            target.work(2)
+        with pytest.raises(OSError):
+            target.work(3)
+    assert first.num_faults == 1
+    assert target.work(4) == 4
+
+
 def test_method_faults_by_rate_are_repeatable() -> None:
     def failures(seed: int) -> list[int]:
         target, failed = Target(), []
