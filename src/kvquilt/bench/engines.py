@@ -50,7 +50,8 @@ def _start(
     setup: BenchSetup, connector: Mapping[str, Any] | None, clock: Callable[[], float], keep_boundary: int
 ) -> Engine:
     config = setup.config
-    windows = any(not group.dense for group in setup.model.layout.cacheable_groups)
+    # The engine refuses an interval where it has nothing that it could keep fewer of.
+    sparse = any(g.kind in ("sliding", "recurrent") for g in setup.model.layout.cacheable_groups)
     try:
         return Engine(
             config.model,
@@ -60,7 +61,7 @@ def _start(
             max_model_len=config.max_model_len,
             max_num_seqs=config.concurrency,
             max_num_batched_tokens=max(BATCH_TOKENS, config.concurrency),
-            retention_interval=keep_boundary if windows else ENGINE_INTERVAL,
+            retention_interval=keep_boundary if sparse else ENGINE_INTERVAL,
             seed=config.seed,
             clock=clock,
             use_tqdm_on_load=False,

@@ -145,7 +145,9 @@ def _gemma4_draft() -> ModelSpec:
         drafter=ModelSpec(
             drafter, {}, (), WeightScale(embedding=0.3, matrix=0.1, norm_mean=1.0), "drafts for Gemma 4"
         ),
-        # vLLM's own outputs change where one step holds drafts and a part of another prompt.
+        # vLLM's own outputs change with drafts where a long part of a prompt follows another part of it:
+        # with or without a hit, a prompt is computed in steps of one lattice block, one at a time.
+        engine={**target.engine, "max_num_scheduled_tokens": 128},
         concurrency=1,
         notes="Gemma 4 with a draft model: blocks of 64, 32 and 128 tokens",
     )
