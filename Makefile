@@ -11,12 +11,12 @@ export NO_MKDOCS_2_WARNING := 1
 
 # The demo: the default benchmark at a size that ends in about two minutes on two cores.
 DEMO_ARGS ?= --requests 120
-# Files that start with an underscore are parts of others; gpu_check.py needs a GPU.
-BENCHMARKS ?= $(filter-out benchmarks/gpu_check.py benchmarks/_%,$(wildcard benchmarks/*.py))
+# Files that start with an underscore are parts of others; gpu_check.py needs a GPU, matrix.py is `make matrix`.
+BENCHMARKS ?= $(filter-out benchmarks/gpu_check.py benchmarks/matrix.py benchmarks/_%,$(wildcard benchmarks/*.py))
 # Arguments for pytest: make test PYTEST_ARGS="-m 'not engine' -x"
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format type layers docs docs-serve bench coverage clean
+.PHONY: help setup demo matrix test lint format type layers docs docs-serve bench coverage clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ setup: ## make .venv (about 1 GB the first time, then nothing)
 
 demo: setup ## a real engine: prompts computed, saved, put back, compared
 	@$(BIN)/kvquilt bench $(DEMO_ARGS)
+
+matrix: setup ## every tiny model, both partitions; writes docs/matrix.md
+	@$(BIN)/python benchmarks/matrix.py
 
 test: setup ## all tests: unit, property, engine
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

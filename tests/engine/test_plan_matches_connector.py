@@ -15,13 +15,10 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.models import registry
 
-from engine.tiny_configs import REFUSED, SERVED, VOCABULARY, TinyModel
+from engine.tiny_configs import SERVED, VOCABULARY, TinyModel
 from kvquilt.cli.main import app
-from kvquilt.errors import LayoutError
 from kvquilt.layout import CacheLayout
 from kvquilt.testing import Engine, PageRecorder
-from kvquilt.vllm import connector as connector_module
-from kvquilt.vllm.layout import engine_layout
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -75,6 +72,8 @@ def start(model: TinyModel, folder: Path, **connector: object) -> Engine:
         dtype=model.dtype,
         num_blocks=256,
         max_model_len=512,
+        max_num_batched_tokens=model.batch_tokens,
+        max_num_seqs=8,
         **options,
     )
 
@@ -106,7 +105,8 @@ def pages_of(config: Any) -> list[tuple[Any, ...]]:
 def test_start_lines_and_layout_are_what_plan_says(name: str, tmp_path: Path) -> None:
     model = SERVED[name]
     told = plan(model, folder_of(model, tmp_path))
-    assert rows(told, "kind", "layers", "tokens_per_block") == list(model.groups)
+    if model.groups:
+        assert rows(told, "kind", "layers", "tokens_per_block") == list(model.groups)
     with start(model, tmp_path) as engine:
         side = engine.connector.scheduler_side
         assert [parsed(line) for line in side.start_lines] == rows(told, *START_LINE.groupindex)
@@ -171,32 +171,3 @@ def attach(engine: Engine) -> None:
         assert not side._broken
         engine.run([[5, 6, 7]], max_tokens=1)
     engine.step_until_idle()
-
-
-@pytest.fixture
-def engine_configs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The cache configs that the connector was asked to serve."""
-    seen: list[Any] = []
-
-    def remember(kv_cache_config: Any, vllm_config: Any) -> CacheLayout:
-        seen.append(kv_cache_config)
-        return engine_layout(kv_cache_config, vllm_config)
-
-    monkeypatch.setattr(connector_module, "engine_layout", remember)
-    return seen
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_groups_not_served_yet_are_refused_by_the_name_that_plan_gives_them(
-    name: str, tmp_path: Path, engine_configs: list[Any]
-) -> None:
-    model = REFUSED[name]
-    told = plan(model, folder_of(model, tmp_path))
-    with pytest.raises(LayoutError) as refusal:
-        start(model, tmp_path).close()
-    kind, spec = model.refused
-    group = next(g for g in told["groups"] if g["kind"] == kind)
-    assert f"cache group {group['name']!r}: kind {spec} " in str(refusal.value)
-    assert "not served yet" in str(refusal.value)
-    (config,) = engine_configs
-    assert pages_of(config) == rows(told, "layer_names", "tokens_per_block", "engine_page_bytes")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["REFUSED", "SERVED", "TinyModel"]
+__all__ = ["SERVED", "TinyModel"]
 
 VOCABULARY = 512
 _S, _F, _C = "sliding_attention", "full_attention", "chunked_attention"
@@ -21,9 +21,10 @@ class TinyModel:
     """One model and how the engine is asked to run it.
 
     config: its config.json. dtype, block_size: as the options of the engine and of `kvquilt plan`.
-    groups: kind, layers and tokens per block of each cache group, in order.
-    generates: False if the engine starts it here but has no kernels for it.
-    refused: kind of the first group that is not served, and the engine's word for it.
+    groups: kind, layers and tokens per block of each cache group, in order; empty where they depend on
+    the processor.
+    generates: False if the engine starts it here but has no kernels for it, or if its blocks are longer
+    than a test's prompt. batch_tokens: the most that the engine may compute in one step.
     """
 
     config: dict[str, Any]
@@ -31,7 +32,7 @@ class TinyModel:
     block_size: int | None = 32
     dtype: str = "float32"
     generates: bool = True
-    refused: tuple[str, str] = ("", "")
+    batch_tokens: int = 2048
 
 
 def _config(architecture: str, model_type: str, num_layers: int, **more: Any) -> dict[str, Any]:
@@ -366,17 +367,13 @@ SERVED: dict[str, TinyModel] = {
     ),
     "mistral": TinyModel(_config("Mistral", "mistral", 2, sliding_window=None), (("full", 2, 32),)),
     "mistral-v0.1": TinyModel(_config("Mistral", "mistral", 2, sliding_window=64), (("sliding", 2, 32),)),
-}
-"""Models with full and sliding groups: kvquilt serves them."""
-
-REFUSED: dict[str, TinyModel] = {
-    "llama4": TinyModel(_llama4(), refused=("chunked", "ChunkedLocalAttentionSpec")),
-    "granite-hybrid": TinyModel(_granite_hybrid(), refused=("recurrent", "MambaSpec")),
-    "falcon-h1": TinyModel(_falcon_h1(), refused=("recurrent", "MambaSpec")),
-    "nemotron-h": TinyModel(_nemotron_h(), refused=("recurrent", "MambaSpec")),
-    "qwen3-next": TinyModel(_qwen3_next(), dtype="bfloat16", refused=("recurrent", "MambaSpec")),
-    "deepseek-v2": TinyModel(
-        _deepseek_v2(), block_size=16, dtype="bfloat16", refused=("full", "MLAAttentionSpec")
+    "llama4": TinyModel(_llama4(), (*(("chunked", 1, 32),) * 3, ("full", 1, 32))),
+    "granite-hybrid": TinyModel(
+        _granite_hybrid(), (*(("recurrent", 1, 64),) * 3, ("full", 1, 64)), batch_tokens=64
     ),
+    "falcon-h1": TinyModel(_falcon_h1(), (("full", 2, 64), ("recurrent", 2, 64)), batch_tokens=64),
+    "nemotron-h": TinyModel(_nemotron_h(), (*(("recurrent", 1, 64),) * 2, ("full", 1, 64)), batch_tokens=64),
+    "qwen3-next": TinyModel(_qwen3_next(), dtype="bfloat16", generates=False),
+    "deepseek-v2": TinyModel(_deepseek_v2(), dtype="bfloat16"),
 }
-"""Models with a group of a kind that is not served yet."""
+"""Models by name."""

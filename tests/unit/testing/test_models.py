@@ -13,7 +13,7 @@ from kvquilt import CacheGroup, CacheLayout
 from kvquilt.errors import ConfigError
 from kvquilt.testing import kv_cache_memory_for, make_model, model_names, model_spec, pool_blocks_for
 from kvquilt.testing.engine import connector_config
-from kvquilt.testing.models import cache_root
+from kvquilt.testing.models import cache_root, make_drafter
 from kvquilt.testing.results import in_order
 
 FULL = CacheGroup("full", kind="full", tokens_per_block=32, page_bytes=100)
@@ -46,7 +46,36 @@ def test_specs_allow_long_prompts(name: str) -> None:
     assert config["max_position_embeddings"] >= 16384
     assert config["vocab_size"] == 2048
     layers = [layer for group in model_spec(name).groups for layer in group.layers]
-    assert len(layers) == config["num_hidden_layers"]
+    assert len(set(layers)) == len(layers) > 0
+
+
+def test_every_kind_of_group_has_a_tiny_model() -> None:
+    kinds = {group.kind for name in model_names() for group in model_spec(name).groups}
+    assert kinds == {"full", "sliding", "chunked", "recurrent"}
+
+
+def test_a_drafter_has_groups_and_a_model_of_its_own(tmp_path: Path) -> None:
+    spec = model_spec("gemma4-draft-mini")
+    assert spec.draft_groups == {"draft.full"}
+    assert {group.kind: group.tokens_per_block for group in spec.groups[:-1]} == {"sliding": 64, "full": 32}
+    assert spec.groups[-1].tokens_per_block == spec.layout.lattice_tokens == 128
+    pytest.importorskip("transformers")
+    drafter, target = make_drafter("gemma4-draft-mini", tmp_path), make_model("gemma4-draft-mini", tmp_path)
+    assert drafter is not None
+    assert drafter != target
+    assert (drafter / "model.safetensors").is_file()
+    assert make_drafter("gemma4-mini", tmp_path) is None
+
+
+def test_experts_are_written_one_by_one_where_the_engine_wants_them(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from safetensors import safe_open
+
+    path = make_model("qwen3-next-mini", tmp_path) / "model.safetensors"
+    with safe_open(path, "np") as file:
+        names = [name for name in file.keys() if ".experts." in name]  # noqa: SIM118 - no mapping
+    assert len(names) == 4 * 3
+    assert "model.layers.3.mlp.experts.3.gate_proj.weight" in names
 
 
 def test_pool_holds_every_prefix_and_what_is_in_transit() -> None:
