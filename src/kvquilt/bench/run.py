@@ -38,7 +38,7 @@ class Outcome:
     failures: tuple[str, ...]
     saves_skipped: Mapping[str, int]
     drifts: Mapping[str, float]
-    reference: Reference
+    reference: Reference | None = None
 
 
 def run_bench(

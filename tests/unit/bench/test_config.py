@@ -72,3 +72,9 @@ def test_a_directory_without_a_config_is_no_model(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="holds no object"):
         bench_model(str(tmp_path))
+
+
+def test_the_concurrency_is_what_the_tiny_model_asks_for() -> None:
+    assert make_config().concurrency == 8
+    assert make_config(model="mla-mini").concurrency == 1
+    assert make_config(model="mla-mini", concurrency=4).concurrency == 4

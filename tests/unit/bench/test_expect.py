@@ -92,3 +92,32 @@ def test_half_of_the_working_set_promises_no_hits() -> None:
     found = expectation(LAYOUT, requests=50, budget=default_ram_bytes(LAYOUT, config) // 2)
     assert not found.holds_warm
     assert not found.holds_branch
+
+
+STATE = CacheGroup("state", kind="recurrent", tokens_per_block=128, page_bytes=4096)
+HYBRID = CacheLayout([STATE, CacheGroup("full", kind="full", tokens_per_block=128, page_bytes=8192)])
+
+
+def test_states_are_kept_at_prompt_ends_and_at_forks_only() -> None:
+    found = expectation(HYBRID, requests=3, prompt_tokens=780, output_tokens=4)
+    # 780 tokens: 6 blocks; 520 shared: 4.
+    assert found.warm == found.best_warm == 3 * 768
+    assert (found.branch, found.best_branch, found.second_branch) == (0, 3 * 512, 3 * 512)
+    assert found.pages == {"state": 3 * 2, "full": 3 * (6 + 4)}
+    config = make_config(requests=3, prompt_tokens=780, output_tokens=4)
+    pages = working_set(HYBRID, config, config.parsed(1 << 30), branches=True)
+    # A state for each prompt, each branch, each second branch, and one at the fork.
+    assert pages == {"state": 3 * 4, "full": 3 * (6 + 2 + 2)}
+
+
+def test_a_second_branch_is_for_states_only() -> None:
+    assert expectation(LAYOUT, requests=3).second_branch is None
+
+
+def test_pages_to_compare_are_those_of_the_hits_that_the_memory_holds() -> None:
+    found = expectation(LAYOUT, requests=10)
+    # Boundaries 1,984 and 1,280: all blocks of the full group, and the last of the window.
+    assert found.pages == {"full": 10 * (62 + 40), "win": 10 * 2}
+    config = make_config(requests=10)
+    half = expectation(LAYOUT, requests=10, budget=default_ram_bytes(LAYOUT, config) // 2)
+    assert half.pages == {"full": 0, "win": 0}

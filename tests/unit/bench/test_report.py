@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -117,7 +118,14 @@ def test_the_json_has_the_documented_keys_and_no_others() -> None:
     assert list(plain) == KEYS
     assert list(plain["phases"]) == ["cold", "engine_warm", "kvquilt_warm", "branch"]
     for part in plain["phases"].values():
-        assert list(part) == ["ttft_ms", "local_hit_tokens", "external_hit_tokens", "equal_outputs"]
+        assert list(part) == [
+            "ttft_ms",
+            "local_hit_tokens",
+            "external_hit_tokens",
+            "equal_outputs",
+            "drafted_tokens",
+            "accepted_tokens",
+        ]
         assert list(part["ttft_ms"]) == ["mean", "p50", "p99"]
 
 
@@ -203,3 +211,34 @@ def test_a_phase_sums_its_requests() -> None:
     found = phase_report(results, [result(), result(), result(tokens=(0, 0))])
     assert found.ttft_ms == Ttft(mean=300.0, p50=200.0, p99=592.0)
     assert (found.local_hit_tokens, found.external_hit_tokens, found.equal_outputs) == (3, 192, 2)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "compared", "found"),
+    [
+        ({"full": 8}, 8, []),
+        ({"full": 9}, 8, ["pages: 8 compared, 9 were to be: too few to prove anything"]),
+        ({"full": 5000}, 999, ["pages: 999 compared, 1,000 were to be: too few to prove anything"]),
+        ({"full": 5000}, 1000, []),
+        ({"full": 0}, 0, []),
+    ],
+)
+def test_enough_pages_must_be_compared(loaded: dict[str, int], compared: int, found: list[str]) -> None:
+    group = msgspec.structs.replace(GROUP, pages_compared=compared)
+    report = msgspec.structs.replace(GOOD, pages_compared=compared, pages_equal=compared, groups=[group])
+    expected = replace(EXPECTED, pages=loaded)
+    assert failures(report, expected, concurrency=8) == found
+
+
+def test_each_group_that_is_loaded_must_be_compared() -> None:
+    groups = [GROUP, msgspec.structs.replace(GROUP, name="win", pages_compared=0, loaded_pages=0)]
+    report = msgspec.structs.replace(GOOD, pages_compared=8, pages_equal=8, groups=groups)
+    expected = replace(EXPECTED, pages={"full": 4, "win": 4})
+    assert failures(report, expected, concurrency=8) == ["pages: none compared of win, which must be loaded"]
+
+
+def test_a_second_branch_must_hit_what_the_first_left_at_the_fork() -> None:
+    expected = replace(EXPECTED, branch=0, second_branch=100)
+    phases = {**GOOD.phases, "second_branch": phase(external=99)}
+    report = msgspec.structs.replace(GOOD, phases=phases)
+    assert failures(report, expected, concurrency=8) == ["second_branch: 99 tokens hit, 100 were to be"]
