@@ -24,7 +24,7 @@ from kvquilt.testing.specs import SPECS
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "matrix.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
-SIZES = {"requests": 12, "prompt_tokens": 780, "output_tokens": 6}
+SIZES = {"requests": 12, "prompt_tokens": 830, "output_tokens": 6}
 LIMIT_SECONDS = 300
 HEADINGS = (
     "model",

@@ -224,7 +224,7 @@ def test_a_phase_sums_its_requests() -> None:
     ],
 )
 def test_enough_pages_must_be_compared(loaded: dict[str, int], compared: int, found: list[str]) -> None:
-    group = msgspec.structs.replace(GROUP, pages_compared=compared)
+    group = msgspec.structs.replace(GROUP, pages_compared=compared, loaded_pages=compared)
     report = msgspec.structs.replace(GOOD, pages_compared=compared, pages_equal=compared, groups=[group])
     expected = replace(EXPECTED, pages=loaded)
     assert failures(report, expected, concurrency=8) == found
