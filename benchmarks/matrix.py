@@ -24,7 +24,10 @@ from kvquilt.testing.specs import SPECS
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "matrix.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
-SIZES = {"requests": 12, "prompt_tokens": 830, "output_tokens": 6}
+SIZES = {"requests": 12, "prompt_tokens": 910, "output_tokens": 6}
+# The last boundary leaves few tokens to compute, so that a window of 64 still reaches into what was
+# loaded, and is no start of a chunk. Where drafts spoil the first blocks, a branch must begin behind them.
+OWN_SIZES = {"gemma4-draft-mini": {"prompt_tokens": 780}}
 LIMIT_SECONDS = 300
 HEADINGS = (
     "model",
@@ -88,9 +91,10 @@ def measure(name: str) -> dict[str, Any]:
     from kvquilt.bench import make_config, run_bench
 
     with stdout_to_stderr():
-        solved = run_bench(make_config(model=name, **SIZES))
+        sizes = {**SIZES, **OWN_SIZES.get(name, {})}
+        solved = run_bench(make_config(model=name, **sizes))
         rows = run_bench(
-            make_config(model=name, group_partition="shared_rows", **SIZES), reference=solved.reference
+            make_config(model=name, group_partition="shared_rows", **sizes), reference=solved.reference
         )
     expected = solved.setup.expected
     return {
