@@ -1,1 +1,0 @@
-"""Stands for torchvision's second set of transforms."""

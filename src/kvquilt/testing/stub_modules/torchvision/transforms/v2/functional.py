@@ -1,1 +1,0 @@
-"""Stands for functions that a text model never calls."""
