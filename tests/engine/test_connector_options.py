@@ -12,18 +12,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
-from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.v1.request import Request
 
 from engine.rig import ANSWER_TOKENS, BRANCH, RAM_BYTES, SOME, TURN_1, Keeper, Rig
 from kvquilt.errors import ConfigError, KVQuiltError, SizingError
 from kvquilt.layout import needed_blocks
-from kvquilt.store import Chain
-from kvquilt.testing import Engine, make_model
+from kvquilt.testing import Engine
 from kvquilt.testing.scheduler_harness import SchedulerHarness
 from kvquilt.testing.sim_shapes import GroupShape
 from kvquilt.vllm import connector as connector_module
@@ -249,48 +245,6 @@ def test_role_that_only_saves_or_only_loads() -> None:
     for role in ("kv_producer", "kv_consumer"):
         with pytest.raises(ConfigError, match=f"kv_role='{role}'.*'kv_both'.*save_only"):
             Engine("plain-mini", connector={**transfer, "kv_role": role}, max_model_len=512)
-
-
-@pytest.mark.parametrize("draft", ["best_effort", "required"])
-def test_a_draft_model_has_a_group_of_its_own(make_rig: MakeRig, draft: str) -> None:
-    """With its pages lost, the target's are enough under "best_effort", and the output is the same."""
-    speculation = {
-        "method": "draft_model",
-        "model": str(make_model("plain-mini")),
-        "num_speculative_tokens": 2,
-    }
-    rig = make_rig("gemma4-mini", {"ram_bytes": RAM_BYTES, "draft": draft}, speculative_config=speculation)
-    (index,) = [i for i, g in enumerate(rig.side.layout.groups) if g.name.startswith("draft.")]
-    boundary = rig.side.layout.max_boundary(len(SOME[0]))
-    rig.fill(SOME)
-    rig.forget_locally()
-    warm = rig.run(SOME)
-    rig.assert_hits(warm, SOME, boundary)
-    rig.assert_answers(warm, SOME, drift=1e-5)
-    rig.forget_locally()
-    assert rig.total("hit_tokens", "draft.full") == 0
-
-    for prompt in SOME:
-        chain = Chain(rig.side.layout, hashes_of(rig, prompt))
-        lost = np.arange(chain.num_blocks(index))
-        assert rig.side.store.withdraw(chain, index, lost) == lost.size
-    without = rig.run(SOME)
-    rig.assert_answers(without, SOME, drift=1e-5)
-    hits = boundary if draft == "best_effort" else 0
-    assert {r.external_hit_tokens for r in without} == {hits}
-    assert rig.total("hit_tokens", "draft.full") == len(SOME) * hits
-
-
-def hashes_of(rig: Rig, prompt: list[int]) -> list[bytes]:
-    """The engine's own hashes of a prompt."""
-    request = Request(
-        "hashed",
-        prompt,
-        SamplingParams(max_tokens=1),
-        None,
-        block_hasher=rig.engine._core.request_block_hasher,
-    )
-    return list(request.block_hashes)
 
 
 def test_untested_version_warns_once(

@@ -10,9 +10,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import SamplingParams
 from vllm.model_executor.models import registry
+from vllm.v1.request import Request
 
 from kvquilt.layout import needed_blocks
+from kvquilt.store import Chain
 from kvquilt.testing import Engine, PageRecorder, Result, model_spec
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -137,3 +140,27 @@ def test_states_serve_a_prompt_at_once_and_a_fork_the_second_time(run: Run) -> N
     assert hits([computed, again, forked, resumed]) == [0, end, 0, branch]
     assert_same([again, resumed], [computed, second_computed])
     run.assert_pages(end, branch)
+
+
+@pytest.mark.parametrize("run", ["gemma4-draft-mini"], indirect=True)
+def test_a_hit_does_without_pages_that_only_the_drafter_lacks(run: Run) -> None:
+    """Its blocks are filled with zeros: fewer drafts may be accepted, the output is the same."""
+    (prompt,) = prompts(1)
+    (computed,) = run.ask([prompt])
+    (warm,) = run.ask([prompt])
+    assert run.side.meter.total("hit_tokens", "draft.full") == 0
+    index = run.layout.index("draft.full")
+    request = Request(
+        "hashed",
+        prompt,
+        SamplingParams(max_tokens=1),
+        None,
+        block_hasher=run.engine._core.request_block_hasher,
+    )
+    chain = Chain(run.layout, list(request.block_hashes))
+    lost = np.arange(chain.num_blocks(index))
+    assert run.side.store.withdraw(chain, index, lost) == lost.size > 0
+    (without,) = run.ask([prompt])
+    assert hits([warm, without]) == [run.layout.max_boundary(PROMPT_TOKENS)] * 2
+    assert_same([warm, without], [computed, computed])
+    assert run.side.meter.total("hit_tokens", "draft.full") == without.external_hit_tokens

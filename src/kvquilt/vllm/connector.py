@@ -26,6 +26,7 @@ from kvquilt.vllm.metadata import StepMetadata, StepPlan, WorkerMetadata, encode
 from kvquilt.vllm.metrics import KVQuiltPromMetrics, KVQuiltStats
 from kvquilt.vllm.namespace import engine_namespace
 from kvquilt.vllm.scheduler import SchedulerSide
+from kvquilt.vllm.start import warn_of_stray_drafts
 from kvquilt.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
             # The scheduler reads it right after it has constructed us; a failed load must be
             # recomputed, not turned into a failed request.
             transfer.kv_load_failure_policy = "recompute"
+            warn_of_stray_drafts(vllm_config, len(layout.groups))
             namespace = engine_namespace(vllm_config, kv_cache_config, layout, salt=options.namespace_salt)
             self._scheduler_side = SchedulerSide(
                 options,

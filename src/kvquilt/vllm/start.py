@@ -10,9 +10,11 @@ from kvquilt.sizing import SlotPlan
 from kvquilt.units import format_bytes
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kvquilt.vllm.layout import EngineGroups
 
-__all__ = ["start_lines", "warn_of_idle_states"]
+__all__ = ["start_lines", "warn_of_idle_states", "warn_of_stray_drafts"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,3 +46,18 @@ def warn_of_idle_states(checkpoint_interval: int | None, groups: EngineGroups) -
         wanted,
         what,
     )
+
+
+def warn_of_stray_drafts(vllm_config: VllmConfig, num_groups: int) -> None:
+    """Warn of an engine that damages its own KV: vLLM 0.32's first model runner gives a separate
+    draft model the block table of group 0, so drafts are written over that group's pages."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "draft_model" or num_groups < 2:
+        return
+    if not vllm_config.use_v2_model_runner:
+        logger.warning(
+            "kvquilt: this engine lets a separate draft model write over pages of cache group 0 (vLLM 0.32, "
+            "first model runner, more than one cache group). Its outputs can be wrong with or without "
+            "kvquilt, which keeps what the engine leaves: use another way of speculation, or the second "
+            "model runner"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ pytest.importorskip("vllm")
 
 from kvquilt.errors import ConfigError
 from kvquilt.vllm.connector import _check_engine
+from kvquilt.vllm.start import warn_of_stray_drafts
 
 
 def config(role: str = "kv_both", **parallel: Any) -> Any:
@@ -38,6 +40,26 @@ def test_refused_with_name_and_value(name: str) -> None:
     _check_engine(config())
     with pytest.raises(ConfigError, match=rf"{name}=2: only 1 is served"):
         _check_engine(config(**{name: 2}))
+
+
+@pytest.mark.parametrize(
+    ("method", "groups", "second_runner", "warns"),
+    [
+        ("draft_model", 2, False, True),
+        ("draft_model", 2, True, False),
+        ("draft_model", 1, False, False),
+        ("ngram", 2, False, False),
+    ],
+)
+def test_an_engine_whose_drafts_overwrite_group_0_is_named(
+    method: str, groups: int, second_runner: bool, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method), use_v2_model_runner=second_runner
+    )
+    with caplog.at_level(logging.WARNING, logger="kvquilt"):
+        warn_of_stray_drafts(engine, groups)  # type: ignore[arg-type]
+    assert ("write over pages of cache group 0" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("backend", ["ray", "external_launcher"])
