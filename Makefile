@@ -30,8 +30,8 @@ demo: setup ## a real engine: prompts computed, saved, put back, compared
 matrix: setup ## every tiny model, both partitions; writes docs/matrix.md
 	@$(BIN)/python benchmarks/matrix.py
 
-test: setup ## all tests: unit, property, engine
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup ## all tests, in two halves side by side: unit, property, harness, engine
+	@$(BIN)/python scripts/run_tests.py $(PYTEST_ARGS)
 
 lint: setup ## ruff, format check, import layers
 	@$(BIN)/ruff check .

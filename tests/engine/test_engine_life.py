@@ -29,7 +29,7 @@ def run(engine: Engine, max_tokens: int = 8) -> list[Result]:
 
 @engine_test
 @pytest.mark.slow
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", ["gemma3-mini", "gemma4-mini", "plain-mini"])
 def test_hit_that_brings_zeros_changes_most_outputs(name: str) -> None:
     boundary = model_spec(name).layout.max_boundary(PROMPT_TOKENS)
     with Engine(name, connector=CLAIMING, max_model_len=512) as engine:

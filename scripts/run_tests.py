@@ -1,0 +1,72 @@
+"""Runs all tests in two processes at once; with arguments, pytest in one process with those.
+
+    python scripts/run_tests.py [PYTEST_ARGUMENT ...]
+
+One half starts engines inside itself; the other starts processes that are engines, and runs the
+tests without an engine. What the second half says is shown once the first has ended. Exit status 1
+if a test of either fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE = "tests/engine"
+PROCESSES = [
+    f"{ENGINE}/test_connector_serve.py",
+    f"{ENGINE}/test_connector_life.py",
+    f"{ENGINE}/test_tensor_parallel.py",
+    f"{ENGINE}/test_data_parallel.py",
+]
+WITHOUT_ENGINE = ["tests/unit", "tests/property", "tests/harness"]
+
+
+def start(
+    name: str, arguments: list[str], scratch: str, output: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start pytest. Each half has its own temporary directory: tests look for what is left in it."""
+    folder = Path(scratch) / name
+    folder.mkdir()
+    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir=.cache/pytest-{name}", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, stdout=output, stderr=output
+    )
+
+
+def both_halves() -> int:
+    """Run the two halves side by side; 0 if all passed."""
+    missing = [path for path in PROCESSES if not (ROOT / path).is_file()]
+    if missing:
+        print(f"run_tests: no such file: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    ignored = [f"--ignore={path}" for path in PROCESSES]
+    with tempfile.TemporaryDirectory(prefix="kq-") as scratch, tempfile.TemporaryFile() as told:
+        second = start("b", [*PROCESSES, *WITHOUT_ENGINE], scratch, told.fileno())
+        first = start("a", [ENGINE, *ignored], scratch)
+        try:
+            failed = first.wait() != 0
+            print(
+                "\n== the other half: engines in processes of their own, and tests without an engine",
+                flush=True,
+            )
+            failed = second.wait() != 0 or failed
+        finally:
+            for half in (first, second):
+                if half.poll() is None:
+                    half.terminate()
+                    half.wait()
+        told.seek(0)
+        sys.stdout.buffer.write(told.read())
+        sys.stdout.flush()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(subprocess.call([sys.executable, "-m", "pytest", *sys.argv[1:]], cwd=ROOT))
+    sys.exit(both_halves())
