@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +24,16 @@ PROCESSES = [
     f"{ENGINE}/test_tensor_parallel.py",
     f"{ENGINE}/test_data_parallel.py",
 ]
-WITHOUT_ENGINE = ["tests/unit", "tests/property", "tests/harness"]
+
+
+def without_engine() -> list[str]:
+    """Everything that pytest would collect by itself, less the engine's tests."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    paths = settings["tool"]["pytest"]["ini_options"]["testpaths"]
+    folders = sorted({path.relative_to(ROOT).parts[1] for path in (ROOT / "tests").rglob("test_*.py")})
+    return [f"tests/{name}" for name in folders if f"tests/{name}" != ENGINE] + [
+        path for path in paths if path != "tests"
+    ]
 
 
 def start(
@@ -46,7 +56,7 @@ def both_halves() -> int:
         return 2
     ignored = [f"--ignore={path}" for path in PROCESSES]
     with tempfile.TemporaryDirectory(prefix="kq-") as scratch, tempfile.TemporaryFile() as told:
-        second = start("b", [*PROCESSES, *WITHOUT_ENGINE], scratch, told.fileno())
+        second = start("b", [*PROCESSES, *without_engine()], scratch, told.fileno())
         first = start("a", [ENGINE, *ignored], scratch)
         try:
             failed = first.wait() != 0
