@@ -2,14 +2,13 @@
 
     python scripts/run_tests.py [PYTEST_ARGUMENT ...]
 
-One half starts engines inside itself; the other starts processes that are engines, and runs the
-tests without an engine. What the second half says is shown once the first has ended. Exit status 1
+The second half has most of the engines in processes of their own, one test of each kind of group,
+and the tests without an engine; the first the rest. What the second half says is shown once the first has ended. Exit status 1
 if a test of either fails.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,11 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "tests/engine"
-PROCESSES = [
+SECOND = [
     f"{ENGINE}/test_connector_serve.py",
     f"{ENGINE}/test_connector_life.py",
     f"{ENGINE}/test_tensor_parallel.py",
     f"{ENGINE}/test_data_parallel.py",
+    f"{ENGINE}/test_kinds.py",
 ]
 
 
@@ -36,28 +36,22 @@ def without_engine() -> list[str]:
     ]
 
 
-def start(
-    name: str, arguments: list[str], scratch: str, output: int | None = None
-) -> subprocess.Popen[bytes]:
-    """Start pytest. Each half has its own temporary directory: tests look for what is left in it."""
-    folder = Path(scratch) / name
-    folder.mkdir()
+def start(name: str, arguments: list[str], output: int | None = None) -> subprocess.Popen[bytes]:
+    """Start pytest, with a cache of its own."""
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir=.cache/pytest-{name}", *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, stdout=output, stderr=output
-    )
+    return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
 
 
 def both_halves() -> int:
     """Run the two halves side by side; 0 if all passed."""
-    missing = [path for path in PROCESSES if not (ROOT / path).is_file()]
+    missing = [path for path in SECOND if not (ROOT / path).is_file()]
     if missing:
         print(f"run_tests: no such file: {', '.join(missing)}", file=sys.stderr)
         return 2
-    ignored = [f"--ignore={path}" for path in PROCESSES]
-    with tempfile.TemporaryDirectory(prefix="kq-") as scratch, tempfile.TemporaryFile() as told:
-        second = start("b", [*PROCESSES, *without_engine()], scratch, told.fileno())
-        first = start("a", [ENGINE, *ignored], scratch)
+    ignored = [f"--ignore={path}" for path in SECOND]
+    with tempfile.TemporaryFile() as told:
+        second = start("b", [*SECOND, *without_engine()], told.fileno())
+        first = start("a", [ENGINE, *ignored])
         try:
             failed = first.wait() != 0
             print(
