@@ -3,8 +3,8 @@
     python scripts/run_tests.py [PYTEST_ARGUMENT ...]
 
 The second half has most of the engines in processes of their own, one test of each kind of group,
-and the tests without an engine; the first the rest. What the second half says is shown once the first has ended. Exit status 1
-if a test of either fails.
+and the tests without an engine; the first has the rest. What the second half says is shown once the
+first has ended. Exit status 1 if a test of either fails.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ def both_halves() -> int:
         first = start("a", [ENGINE, *ignored])
         try:
             failed = first.wait() != 0
-            print(
-                "\n== the other half: engines in processes of their own, and tests without an engine",
-                flush=True,
-            )
+            print("\n== the second half", flush=True)
             failed = second.wait() != 0 or failed
         finally:
             for half in (first, second):
