@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
@@ -57,9 +59,8 @@ class PinBook:
 
     def holds(self, block_id: int, block_hash: bytes) -> bool:
         """Does the engine itself name that block by this hash?"""
-        named = self._pool.blocks[block_id].block_hash
-        # The engine's key is the hash with the group's index behind it, four bytes.
-        return named is not None and bytes(named)[:-4] == block_hash
+        key = self._pool.blocks[block_id].block_hash
+        return key is not None and bytes(get_block_hash(key)) == block_hash
 
     def exclusive(self) -> int:
         """Blocks that nothing but pins keeps from the engine."""

@@ -74,6 +74,7 @@ class RequestState:
         self.barred_tokens = 0
         self.computed_from = 0
         self.external_tokens = 0
+        self.behind_checked = -1
         self.hollow = False
 
     def sync_hashes(self) -> None:
