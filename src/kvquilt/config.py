@@ -15,6 +15,7 @@ __all__ = ["DEFAULT_CHECKPOINT_INTERVAL", "Options", "Retain", "parse_options"]
 
 Retain = Literal["dense", "prompt_end"]
 DEFAULT_CHECKPOINT_INTERVAL = 2048
+MOST_DISK_THREADS = 64
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,6 +37,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     namespace_salt: text that sets apart stores which would otherwise share a namespace.
     load_timeout_seconds: a load that takes longer is reported failed and recomputed.
     mode: "read_write", or "save_only", which never looks up.
+    disk_path: directory of the NVMe tier, absolute; None: no such tier.
+    disk_bytes: the most that may lie in it, of all namespaces and data-parallel ranks together.
+    disk_write: "through" writes each page soon after it was saved; "evicted" only pages that are about
+        to leave host memory; "never" reads what another process writes.
+    disk_threads: threads that read and write.
+    disk_reclaim: "auto" removes the namespaces least recently used at start if room is needed;
+        "refuse" does not start then.
+    disk_lora: keep pages of LoRA requests on disk, too: only if an adapter's name always means the same
+        weights.
     """
 
     ram_bytes: int | str = "8GiB"
@@ -48,11 +58,22 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     namespace_salt: str = ""
     load_timeout_seconds: float = 30.0
     mode: Literal["read_write", "save_only"] = "read_write"
+    disk_path: str | None = None
+    disk_bytes: int | str | None = None
+    disk_write: Literal["through", "evicted", "never"] = "through"
+    disk_threads: int = 4
+    disk_reclaim: Literal["auto", "refuse"] = "auto"
+    disk_lora: bool = False
 
     @property
     def budget_bytes(self) -> int:
         """`ram_bytes` as an integer."""
         return parse_bytes(self.ram_bytes, "ram_bytes")
+
+    @property
+    def disk_budget_bytes(self) -> int:
+        """`disk_bytes` as an integer; 0 if not given."""
+        return 0 if self.disk_bytes is None else parse_bytes(self.disk_bytes, "disk_bytes")
 
     @property
     def planned_checkpoint_interval(self) -> int | None:
@@ -93,7 +114,25 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
     timeout = options.load_timeout_seconds
     if not 0 < timeout < float("inf"):
         raise ConfigError(f"load_timeout_seconds={timeout}: must be above 0 and finite")
+    _check_disk(options, raw)
     return options
+
+
+def _check_disk(options: Options, raw: Mapping[str, Any]) -> None:
+    if options.disk_path is None:
+        stray = sorted(key for key in raw if key.startswith("disk_") and raw[key] is not None)
+        if stray:
+            raise ConfigError(f"{stray[0]} is given, but disk_path is not: there is no disk tier")
+        return
+    if not options.disk_path.startswith("/"):
+        raise ConfigError(f"disk_path={options.disk_path!r}: must be an absolute path")
+    if options.disk_write != "never" and options.disk_budget_bytes < 1:
+        raise ConfigError(
+            f"disk_bytes={options.disk_bytes!r}: with disk_path, the most that may lie in it is needed, "
+            'e.g. "200GiB"'
+        )
+    if not 1 <= options.disk_threads <= MOST_DISK_THREADS:
+        raise ConfigError(f"disk_threads={options.disk_threads}: must be 1 to {MOST_DISK_THREADS}")
 
 
 def _unknown_key(key: str) -> str:

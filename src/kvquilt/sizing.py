@@ -61,7 +61,7 @@ class _Demand:
     group: CacheGroup
     least: int
     density: Fraction
-    slot_bytes: int
+    slot_bytes: int  # of the budget, so with what a slot takes beside its pages
 
     def slots(self, tokens: int) -> int:
         return max(self.least, -(-tokens * self.density.numerator // self.density.denominator))
@@ -76,6 +76,7 @@ def plan_slots(
     partition: Partition = "solved",
     slot_alignment: int = SLOT_ALIGNMENT,
     state_interval: int | None = None,
+    slot_overhead_bytes: int = 0,
 ) -> SlotPlan:
     """Split `budget_bytes` over the groups of `layout`.
 
@@ -102,7 +103,7 @@ def plan_slots(
     sizes = own if partition == "solved" else {name: row if size else 0 for name, size in own.items()}
     intervals = {"recurrent": state_interval or checkpoint_interval}
     demands = [
-        _demand(g, layout, intervals.get(g.kind, checkpoint_interval), sizes[g.name])
+        _demand(g, layout, intervals.get(g.kind, checkpoint_interval), sizes[g.name] + slot_overhead_bytes)
         for g in layout.groups
         if sizes[g.name]
     ]

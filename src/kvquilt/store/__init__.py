@@ -1,16 +1,20 @@
 """Pages of all groups in host RAM: arenas, index, leases, tickets, eviction."""
 
-from kvquilt.store.chain import Chain
+from kvquilt.store.arenas import arena_span_keys
+from kvquilt.store.chain import KEY_BYTES, Chain
 from kvquilt.store.changes import Change
+from kvquilt.store.index import span_steps
 from kvquilt.store.memory import check_memory
-from kvquilt.store.pool import Arena
+from kvquilt.store.pool import SLOT_ALIGNMENT, Arena, SlotSpace
 from kvquilt.store.records import (
     ArenaAudit,
     ArenaInfo,
     Audit,
     Found,
+    Gathered,
     Grant,
     GroupStats,
+    KnownPages,
     PageRange,
     SlotPlanLike,
     StoreStats,
@@ -21,6 +25,8 @@ from kvquilt.store.store import Store
 from kvquilt.store.warm import warm_up
 
 __all__ = [
+    "KEY_BYTES",
+    "SLOT_ALIGNMENT",
     "Arena",
     "ArenaAudit",
     "ArenaInfo",
@@ -28,14 +34,19 @@ __all__ = [
     "Chain",
     "Change",
     "Found",
+    "Gathered",
     "Grant",
     "GroupStats",
+    "KnownPages",
     "PageRange",
     "SlotPlanLike",
+    "SlotSpace",
     "Store",
     "StoreStats",
     "Ticket",
     "Want",
+    "arena_span_keys",
     "check_memory",
+    "span_steps",
     "warm_up",
 ]

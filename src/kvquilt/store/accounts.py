@@ -14,7 +14,7 @@ from kvquilt.store.admission import Admission
 from kvquilt.store.arenas import Arenas
 from kvquilt.store.kernels import Slots
 from kvquilt.store.leases import Leases, Tickets
-from kvquilt.store.pool import Arena
+from kvquilt.store.pool import SlotSpace
 from kvquilt.store.records import ArenaAudit, Audit, GroupStats, StoreStats
 
 __all__ = ["audit", "collect_stats"]
@@ -35,7 +35,7 @@ def audit(built: Arenas, usable: list[int], leases: Leases, tickets: Tickets) ->
 
 
 def _audit_arena(
-    arena: Arena,
+    arena: SlotSpace,
     slots: Slots,
     usable: int,
     held: list[NDArray[np.int64]],

@@ -94,21 +94,26 @@ class Admission:
             ticket.grants.append(Grant(i, reserved[i].blocks, reserved[i].slots))
         return ticket, tuple(reserved[i] for i in sorted(reserved))
 
-    def commit(self, ticket: PendingTicket) -> None:
-        """Make a ticket's pages visible.
+    def commit(self, ticket: PendingTicket) -> tuple[Want, ...]:
+        """Make a ticket's pages visible; which of them are.
 
         Checkpoint pages are linked in token order, so that among them those that later
         boundaries cannot reach go first; of a dense prefix the tail goes first, and what is
         left is still a prefix.
         """
         parts = sorted(ticket.reserved, key=lambda part: part.view.group.dense)
+        visible = []
         for part in parts:
+            kept = part.blocks[part.view.slots.state[part.slots] == kernels.TICKETED]
+            if kept.size:
+                visible.append(Want(part.chain, part.view.index, kept))
             if self._log is not None:
                 self._log.committing(part)
             self.committed[part.view.index] += kernels.commit(part.view.slots, part.slots)
         for part in parts:
             if part.view.group.dense:
                 part.view.touch(part.chain, 0, int(part.blocks[-1]) + 1)
+        return tuple(visible)
 
     def withdraw(self, view: GroupIndex, chain: Chain, blocks: IntArray) -> int:
         """Make pages invisible, and what they orphan; how many of the blocks were visible."""

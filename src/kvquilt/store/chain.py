@@ -7,7 +7,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +23,19 @@ class Chain:
     """Engine block hashes of one request; hash i covers tokens [0, (i + 1) * tokens_per_hash).
 
     hashes: bytes of 1 to 32 each, all of one length (shorter ones are padded with zeros to
-    four uint64 words). Not thread-safe: it belongs to the request's owner, who may note in `source`
-    what the hashes are of; the store hands it on with `Change`, and never looks at it.
+    four uint64 words). It belongs to the request's owner, who alone extends it; another thread that reads
+    it meanwhile may see the shorter chain. The owner may note in `source` what the hashes are of; the
+    store hands it on with `Change`, and never looks at it. durable: may pages of it outlive the process?
 
     Raises ValueError for hashes that are empty, too long or of unequal length.
     """
 
-    __slots__ = ("_buffer", "_hash_bytes", "_length", "_per_block", "layout", "source")
+    __slots__ = ("_buffer", "_hash_bytes", "_length", "_per_block", "durable", "layout", "source")
 
     def __init__(self, layout: CacheLayout, hashes: Sequence[bytes] = ()) -> None:
         self.layout = layout
         self.source: object = None
+        self.durable = True
         self._per_block = tuple(
             layout.hashes_per_block(group) if group.cacheable else 0 for group in layout.groups
         )
@@ -41,6 +43,31 @@ class Chain:
         self._length = 0
         self._hash_bytes = 0
         self.extend(hashes)
+
+    @classmethod
+    def of_pages(
+        cls,
+        layout: CacheLayout,
+        group_index: int,
+        keys: NDArray[np.uint64],
+        spans: NDArray[np.uint64],
+        step: int,
+    ) -> Chain:
+        """A chain that names pages of one group of which only the keys are known: block i is keys[i].
+
+        keys: shape (n, 4). spans: shape (n, s, 4), hashes of the inside of each block, `step` hashes apart
+        (0: none), as the index keeps them. Blocks of other groups have no meaning in it.
+        """
+        chain = cls(layout)
+        per_block = chain._per_block[group_index]
+        rows = np.zeros((len(keys), per_block, 4), dtype=np.uint64)
+        if step:
+            rows[:, step - 1 : -1 : step] = spans[:, : per_block // step - 1]
+        rows[:, -1] = keys
+        chain._buffer = rows.reshape(-1, 4)
+        chain._length = len(keys) * per_block
+        chain._hash_bytes = KEY_BYTES
+        return chain
 
     def extend(self, hashes: Sequence[bytes]) -> None:
         """Append the hashes that the engine has added since."""
@@ -78,6 +105,15 @@ class Chain:
         if not per_block:
             return self._buffer[:0]
         return self._buffer[per_block - 1 : self._length : per_block]
+
+    def spans(self, group_index: int, step: int) -> Callable[[int], bytes]:
+        """Block -> the hashes inside that block of the group, `step` hashes apart (0: none)."""
+        if not step:
+            return lambda block: b""
+        per_block = self._per_block[group_index]
+        return lambda block: self._buffer[
+            block * per_block + step - 1 : (block + 1) * per_block - 1 : step
+        ].tobytes()
 
     def hash_at(self, tokens: int) -> bytes:
         """The hash that closes the first `tokens` tokens.

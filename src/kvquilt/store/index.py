@@ -24,7 +24,7 @@ from kvquilt.store.kernels import Slots
 if TYPE_CHECKING:
     from kvquilt.store.changes import ChangeLog
 
-__all__ = ["GroupIndex", "Orphaning", "new_slots", "orphaning_rules"]
+__all__ = ["GroupIndex", "Orphaning", "new_slots", "orphaning_rules", "span_steps"]
 
 IntArray = NDArray[np.int64]
 
@@ -91,6 +91,12 @@ class GroupIndex:
         kernels.all_visible(
             self.slots, self.index, chain.hashes, self.hashes_per_block, held, hashed, lo, hi, out
         )
+        return out
+
+    def find(self, chain: Chain, blocks: IntArray) -> IntArray:
+        """Slots of these blocks' visible pages, -1 where there is none."""
+        out = np.empty(blocks.size, dtype=np.int64)
+        kernels.find(self.slots, self.index, chain.hashes, self.hashes_per_block, blocks, out)
         return out
 
     def states(self, chain: Chain, blocks: IntArray) -> NDArray[np.uint8]:

@@ -194,11 +194,15 @@ def _withdraw(s: Slots, slot: int) -> None:
 
 @njit
 def add_usable(s: Slots, first: int, last: int) -> None:
-    """Slots [first, last) have memory now: make them free, the lowest to be used first."""
+    """Slots [first, last) can be used now: make them free, the lowest to be used first.
+
+    Those that `adopt` has filled before stay as they are.
+    """
     for slot in range(last - 1, first - 1, -1):
-        s.stamp[slot] = -1
-        _set_free(s, slot)
-    s.meta[NUM_FRESH] += last - first
+        if s.state[slot] == FREE:
+            s.stamp[slot] = -1
+            _set_free(s, slot)
+            s.meta[NUM_FRESH] += 1
 
 
 @njit
@@ -289,6 +293,14 @@ def all_visible(
         missing[block - base + 1] = missing[block - base] + gone
     for i in range(lo.size):
         out[i] = missing[hi[i] - base] == missing[lo[i] - base]
+
+
+@njit
+def find(s: Slots, group: int, hashes: U64, k: int, blocks: I64, out: I64) -> None:
+    """Visible slot of each block, -1 where there is none."""
+    for i in range(blocks.size):
+        slot = _find(s, group, hashes, (blocks[i] + 1) * k - 1)
+        out[i] = slot if slot >= 0 and s.state[slot] == RESIDENT else -1
 
 
 @njit
@@ -397,6 +409,49 @@ def commit(s: Slots, slots: I64) -> int:
         else:
             _set_free(s, slot)
     return visible
+
+
+@njit
+def adopt(s: Slots, slots: I64, keys: U64, groups: I32, spans: U64, stamps: I64) -> int:
+    """Fill slots that are not usable yet with pages of an earlier run, oldest first. How many.
+
+    A key that is there already stays where it was adopted first. stamps: ascending; equal ones move up.
+    """
+    count = 0
+    for i in range(slots.size):
+        slot = slots[i]
+        if s.state[slot] != FREE or _find(s, groups[i], keys, i) >= 0:
+            continue
+        s.keys[slot] = keys[i]
+        s.group[slot] = groups[i]
+        s.span[slot] = spans[i]
+        s.state[slot] = RESIDENT
+        s.pages[groups[i]] += 1
+        _index_add(s, slot)
+        s.clock[0] = max(stamps[i], s.stamp[s.meta[NEWEST]] + 1 if s.meta[NEWEST] >= 0 else 0)
+        _link_newest(s, slot)
+        count += 1
+    return count
+
+
+@njit
+def oldest(s: Slots, out: I64) -> int:
+    """The oldest pages that nobody leases into `out`, oldest first. How many."""
+    count = 0
+    slot = s.meta[OLDEST]
+    while slot >= 0 and count < out.size:
+        if s.pins[slot] == 0:
+            out[count] = slot
+            count += 1
+        slot = np.int64(s.newer[slot])
+    return count
+
+
+@njit
+def pin(s: Slots, slots: I64) -> None:
+    """One lease more on each slot."""
+    for i in range(slots.size):
+        s.pins[slots[i]] += 1
 
 
 @njit

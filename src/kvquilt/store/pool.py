@@ -21,11 +21,20 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvquilt.errors import SizingError
 from kvquilt.store.records import ArenaInfo
 
-__all__ = ["EXTENT_BYTES", "SLOT_ALIGNMENT", "Arena", "Populate", "Prefault", "populate_extent"]
+__all__ = [
+    "EXTENT_BYTES",
+    "SLOT_ALIGNMENT",
+    "Arena",
+    "Populate",
+    "Prefault",
+    "SlotSpace",
+    "populate_extent",
+]
 
 SLOT_ALIGNMENT = 4096
 EXTENT_BYTES = 64 << 20
@@ -51,6 +60,23 @@ def populate_extent(fd: int, offset: int, length: int) -> None:
                     raise OSError(code, os.strerror(code))
         finally:
             del anchor
+
+
+class SlotSpace(Protocol):
+    """What slots lie in: shared memory, or a file.
+
+    usable_slots: slots [0, usable) can be used; it only grows.
+    """
+
+    index: int
+    name: str
+    num_slots: int
+    slot_stride: int
+    usable_slots: int
+    fd: int
+
+    def close(self) -> None:
+        """Give it up. May be called twice."""
 
 
 class Arena:
@@ -82,7 +108,7 @@ class Arena:
     @property
     def info(self) -> ArenaInfo:
         """What a peer needs to know beside the file descriptor."""
-        return ArenaInfo(self.index, self.name, self.num_slots, self.slot_stride, self.size_bytes)
+        return ArenaInfo.of(self)
 
     def close(self) -> None:
         """Close the file descriptor; the memory goes with its last mapping. May be called twice."""
@@ -110,7 +136,7 @@ class Prefault:
     not be had. Guarded by nothing: once the thread runs, it alone writes `failures` and `usable_slots`.
     """
 
-    def __init__(self, arenas: Sequence[Arena], populate: Populate = populate_extent) -> None:
+    def __init__(self, arenas: Sequence[SlotSpace], populate: Populate = populate_extent) -> None:
         self.failures = 0
         self._arenas = arenas
         self._populate = populate
@@ -137,9 +163,11 @@ class Prefault:
             self._thread.join()
             self._thread = None
 
-    def _grow(self, arena: Arena) -> bool:
+    def _grow(self, arena: SlotSpace) -> bool:
         """Make one more extent usable; False if there is none to do."""
         first = arena.usable_slots
+        if first >= arena.num_slots:
+            return False
         last = min(arena.num_slots, first + max(1, EXTENT_BYTES // arena.slot_stride))
         try:
             self._populate(arena.fd, first * arena.slot_stride, (last - first) * arena.slot_stride)
@@ -147,7 +175,7 @@ class Prefault:
             self.failures += 1
             if self.failures == 1:
                 _logger.error(
-                    "no memory for slots %d.. of arena %s (%s): going on with %d of %d slots there",
+                    "no room for slots %d.. of arena %s (%s): going on with %d of %d slots there",
                     first, arena.name, error, first, arena.num_slots,
                 )  # fmt: skip
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -12,13 +12,18 @@ from numpy.typing import NDArray
 
 from kvquilt.store.chain import Chain
 
+if TYPE_CHECKING:
+    from kvquilt.store.pool import SlotSpace
+
 __all__ = [
     "ArenaAudit",
     "ArenaInfo",
     "Audit",
     "Found",
+    "Gathered",
     "Grant",
     "GroupStats",
+    "KnownPages",
     "PageRange",
     "SlotPlanLike",
     "StoreStats",
@@ -85,6 +90,28 @@ class Want:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class KnownPages:
+    """Pages of one arena by slot, with what names them: keys (n, 4), spans (n, s, 4), group (n,)."""
+
+    slots: IntArray
+    keys: NDArray[np.uint64]
+    spans: NDArray[np.uint64]
+    group: NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Gathered:
+    """What of a boundary is there, leased, and what lacks.
+
+    missing: (group, blocks) that nobody has or is writing; awaited: the same, being written.
+    """
+
+    lease_id: int | None
+    missing: tuple[tuple[int, IntArray], ...]
+    awaited: tuple[tuple[int, IntArray], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Grant:
     """Slots for some of the blocks of wants[want]: blocks[i] goes to slots[i]."""
 
@@ -112,6 +139,12 @@ class ArenaInfo(msgspec.Struct, frozen=True):
     num_slots: int
     slot_stride: int
     size_bytes: int
+
+    @classmethod
+    def of(cls, arena: SlotSpace) -> ArenaInfo:
+        """The facts of an arena."""
+        size = arena.num_slots * arena.slot_stride
+        return cls(arena.index, arena.name, arena.num_slots, arena.slot_stride, size)
 
 
 class GroupStats(msgspec.Struct, frozen=True):

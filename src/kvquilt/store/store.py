@@ -1,7 +1,8 @@
-"""`Store`: pages of all groups in host RAM, found by the engine's hashes.
+"""`Store`: pages of all groups in slots, found by the engine's hashes.
 
-Every call is a batch: one look-up per request, one reservation per engine step. Nothing here
-copies or reads page bytes; callers move them between the engine and the slots it names.
+The slots are shared memory unless `make_arena` makes others, e.g. of a file. Every call is a batch:
+one look-up per request, one reservation per engine step. Nothing here copies or reads page bytes;
+callers move them between the engine and the slots it names.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -19,13 +21,25 @@ from kvquilt.layout import CacheLayout
 from kvquilt.store import kernels
 from kvquilt.store.accounts import audit, collect_stats
 from kvquilt.store.admission import Admission
-from kvquilt.store.arenas import build_arenas
+from kvquilt.store.arenas import ArenaMaker, build_arenas
 from kvquilt.store.chain import Chain
 from kvquilt.store.changes import Change, ChangeLog
-from kvquilt.store.leases import Leases, PendingTicket, Tickets
+from kvquilt.store.index import GroupIndex
+from kvquilt.store.kernels import Slots
+from kvquilt.store.leases import Leases, PendingTicket, Reserved, Tickets
 from kvquilt.store.lookup import Part, Resolution, needed_range, resolve, resolve_at
-from kvquilt.store.pool import Arena, Populate, Prefault, populate_extent
-from kvquilt.store.records import Audit, Found, PageRange, SlotPlanLike, StoreStats, Ticket, Want
+from kvquilt.store.pool import Arena, Populate, Prefault, SlotSpace, populate_extent
+from kvquilt.store.records import (
+    Audit,
+    Found,
+    Gathered,
+    KnownPages,
+    PageRange,
+    SlotPlanLike,
+    StoreStats,
+    Ticket,
+    Want,
+)
 
 __all__ = ["Store"]
 
@@ -33,15 +47,16 @@ IntArray = NDArray[np.int64]
 
 
 class Store:
-    """Pages of one layout in shared memory: look-up, leases, tickets, eviction.
+    """Pages of one layout in slots: look-up, leases, tickets, eviction.
 
     layout, plan: the groups and their slots; a plan for other groups or ranks is refused.
     num_ranks: local ranks whose pages lie one after another in each slot.
     clock: seconds, for leases and tickets only; recency has its own count of touches.
     lease_seconds: life of a lease whose owner is not live. ticket_seconds: after it a ticket that
     has not ended loses its keys, so that others can write them; its slots stay reserved.
-    prefault: True gives the slots their memory in the background, "sync" before returning,
-    False declares all slots usable without touching them (tests, benchmarks of the index).
+    prefault: True gives the slots their memory in the background, "sync" before returning, "later"
+    when `provide_memory` is called; False declares all slots usable without touching them (tests,
+    benchmarks of the index). make_arena: what the slots lie in.
     populate: how an extent gets its memory.
     record_changes: keep what `take_changes` gives out; somebody must take it, or it piles up.
     optional: groups that a hit may do without (`ignore` of a look-up); by default draft groups.
@@ -60,14 +75,15 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         lease_seconds: float = 60.0,
         ticket_seconds: float = 120.0,
-        prefault: bool | Literal["sync"] = True,
+        prefault: bool | Literal["sync", "later"] = True,
         populate: Populate = populate_extent,
+        make_arena: ArenaMaker = Arena,
         record_changes: bool = False,
         optional: Collection[str] | None = None,
     ) -> None:
         self.layout = layout
-        built = build_arenas(layout, plan, num_ranks)
-        self.arenas: tuple[Arena, ...] = built.arenas
+        built = build_arenas(layout, plan, num_ranks, make_arena)
+        self.arenas: tuple[SlotSpace, ...] = built.arenas
         self.arena_of: tuple[int, ...] = built.arena_of
         self._built = built
         self._views = tuple(built.views.values())
@@ -122,6 +138,81 @@ class Store:
                 return None
             found = resolve_at(self._views, chain, tokens, local_tokens, ignore)
             return None if found is None else self._lease(owner, chain, found)
+
+    def lease_blocks(
+        self, owner: str, chain: Chain, group_index: int, blocks: IntArray
+    ) -> tuple[int | None, IntArray, IntArray]:
+        """Lease what is visible of these blocks: (lease, its blocks, their slots); (None, none, none)
+        if nothing is. Recency stays as it was. Raises ValueError as `missing` does."""
+        with self._lock:
+            self._check_open()
+            nothing = np.zeros(0, dtype=np.int64)
+            view = self._built.views.get(group_index)
+            if view is None:
+                return None, nothing, nothing
+            wanted = self._admission.checked_blocks(view, chain, blocks)
+            slots = view.find(chain, wanted)
+            found = slots >= 0
+            if not found.any():
+                return None, nothing, nothing
+            return self._hold(owner, view, slots[found]), wanted[found], slots[found]
+
+    def gather(
+        self,
+        owner: str,
+        chain: Chain,
+        tokens: int,
+        *,
+        local_tokens: int = 0,
+        ignore: Collection[str] = (),
+    ) -> Gathered:
+        """Lease what is visible of what the boundary `tokens` needs beyond `local_tokens`, the peek
+        blocks included, and say what lacks. Raises ValueError for a boundary beyond the chain."""
+        with self._lock:
+            self._check_open()
+            missing: list[tuple[int, IntArray]] = []
+            awaited: list[tuple[int, IntArray]] = []
+            held: list[tuple[Slots, IntArray]] = []
+            for view in self._views:
+                if view.group.name in ignore:
+                    continue
+                lo, end = needed_range(view, tokens)
+                first = max(lo, local_tokens // view.group.tokens_per_block)
+                blocks = np.arange(first, max(first, end), dtype=np.int64)
+                self._admission.checked_blocks(view, chain, blocks)
+                states = view.states(chain, blocks)
+                for kind, lacking in ((kernels.FREE, missing), (kernels.TICKETED, awaited)):
+                    if (states == kind).any():
+                        lacking.append((view.index, blocks[states == kind]))
+                slots = view.find(chain, blocks[states == kernels.RESIDENT])
+                if slots.size:
+                    held.append((view.slots, slots))
+            for slots_of, which in held:
+                kernels.pin(slots_of, which)
+            lease_id = self._leases.take(owner, (), tuple(held)) if held else None
+            return Gathered(lease_id, tuple(missing), tuple(awaited))
+
+    def lease_oldest(self, owner: str, arena: int, count: int) -> tuple[int | None, KnownPages]:
+        """Lease the `count` pages of an arena that would be evicted first."""
+        with self._lock:
+            self._check_open()
+            slots_of = self._built.slots[arena]
+            out = np.empty(count, dtype=np.int64)
+            slots = out[: kernels.oldest(slots_of, out)]
+            pages = KnownPages(slots, slots_of.keys[slots], slots_of.span[slots], slots_of.group[slots])
+            if not slots.size:
+                return None, pages
+            kernels.pin(slots_of, slots)
+            return self._leases.take(owner, (), ((slots_of, slots),)), pages
+
+    def visible(self, chain: Chain, group_index: int, first: int, last: int) -> NDArray[np.bool_]:
+        """For each of blocks first..last-1: is its page visible? All False for a group without pages."""
+        with self._lock:
+            self._check_open()
+            view = self._built.views.get(group_index)
+            if view is None:
+                return np.zeros(max(0, last - first), dtype=np.bool_)
+            return np.asarray(view.probe(chain, first, last)[0] >= 0)
 
     def pages(self, lease_id: int, owner: str) -> tuple[PageRange, ...]:
         """What a lease covers. Raises LeaseError if it ended, ran out, or is someone else's."""
@@ -201,23 +292,65 @@ class Store:
                 ticket.skipped_full,
             )
 
-    def commit(self, ticket_id: int, owner: str, *, failed: bool = False) -> None:
+    def commit(
+        self,
+        ticket_id: int,
+        owner: str,
+        *,
+        failed: bool = False,
+        without: Sequence[tuple[int, IntArray]] = (),
+    ) -> tuple[Want, ...]:
         """All ranks have written: the pages become visible, and their dense prefix the newest.
 
-        failed: one rank could not; nothing becomes visible. Pages reserved before a `reset`, or
-        whose ticket was overdue, are dropped. Raises TicketError for an unknown or foreign ticket.
+        Returns what became visible. failed: one rank could not; nothing becomes visible.
+        without: (group, blocks) that could not be written, of a ticket for one chain. Pages reserved
+        before a `reset`, or whose ticket was overdue, are dropped. Raises TicketError for an unknown or
+        foreign ticket.
         """
         with self._lock:
             self._check_open()
             ticket = self._tickets.take(ticket_id, owner)
             if failed:
                 self._abort(ticket)
-            else:
-                self._admission.commit(ticket)
+                return ()
+            return self._admission.commit(self._abort_part(ticket, without) if without else ticket)
 
     def abort(self, ticket_id: int, owner: str) -> None:
         """End a ticket unwritten; its slots are free at once. Raises TicketError as `commit` does."""
         self.commit(ticket_id, owner, failed=True)
+
+    def adopt(self, arena: int, pages: KnownPages, stamps: IntArray) -> int:
+        """Take over pages that lie in slots already, oldest first; how many were taken.
+
+        For slots that are not usable yet, so before `provide_memory`. stamps: recency, ascending.
+        """
+        with self._lock:
+            self._check_open()
+            return int(
+                kernels.adopt(
+                    self._built.slots[arena], pages.slots, pages.keys, pages.group, pages.spans, stamps
+                )
+            )
+
+    def provide_memory(self, *, only_what_is_there: bool = False) -> None:
+        """Start to give the slots their memory, for a store made with prefault="later".
+
+        only_what_is_there: use the slots that the arenas call usable, and no more.
+        """
+        if not only_what_is_there:
+            self._prefault.start()
+        with self._lock:
+            self._admit_memory()
+
+    @property
+    def now(self) -> int:
+        """The store's clock: how many touches there have been."""
+        return int(self._built.slots[0].clock[0]) if self._built.slots else 0
+
+    def stamps(self, arena: int) -> IntArray:
+        """Recency of each slot of an arena by the store's clock; a copy."""
+        with self._lock:
+            return self._built.slots[arena].stamp.copy()
 
     # Upkeep
 
@@ -315,9 +448,31 @@ class Store:
             raise
         return Found(found.tokens, found.limited_by, lease_id, pages, found.dense_tokens)
 
+    def _hold(self, owner: str, view: GroupIndex, slots: IntArray) -> int:
+        kernels.pin(view.slots, slots)
+        return self._leases.take(owner, (), ((view.slots, slots),))
+
     def _abort(self, ticket: PendingTicket) -> None:
         for part in ticket.reserved:
             kernels.abort(part.view.slots, part.slots)
+
+    def _abort_part(self, ticket: PendingTicket, without: Sequence[tuple[int, IntArray]]) -> PendingTicket:
+        """The ticket without these blocks, whose slots are given back."""
+        bad = dict(without)
+        kept = []
+        for part in ticket.reserved:
+            gone = np.isin(part.blocks, bad.get(part.view.index, ()))
+            kernels.abort(part.view.slots, part.slots[gone])
+            if not gone.all():
+                kept.append(Reserved(part.view, part.chain, part.blocks[~gone], part.slots[~gone]))
+        return replace(ticket, reserved=tuple(kept))
+
+    def free_slots(self, arena: int) -> int:
+        """Free slots of an arena, those without memory yet included."""
+        with self._lock:
+            self._check_open()
+            unusable = self.arenas[arena].num_slots - self._admission.usable[arena]
+            return int(self._built.slots[arena].meta[kernels.NUM_FREE]) + unusable
 
     def _expire(self) -> int:
         self._tickets.detach_overdue()
@@ -330,7 +485,9 @@ class Store:
         if self._closed:
             raise KVQuiltError("the store is closed")
 
-    def _start_memory(self, prefault: bool | Literal["sync"]) -> None:
+    def _start_memory(self, prefault: bool | Literal["sync", "later"]) -> None:
+        if prefault == "later":
+            return
         if prefault == "sync":
             self._prefault.run()
         elif prefault:

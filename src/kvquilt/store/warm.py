@@ -43,6 +43,9 @@ def warm_up() -> None:
             store.release(found.lease_id, "warm")
         _save(store, other)
         store.lookup("warm", other, 9, local_tokens=2)
+        store.gather("warm", other, 4)
+        store.lease_oldest("warm", 0, 1)
+        store.release_owner("warm")
         store.withdraw(other, 0, np.arange(1))
         store.reset()
         store.reserve("warm", [Want(chain, 0, np.arange(2))])
@@ -53,6 +56,11 @@ def warm_up() -> None:
         # What a well-behaved store of this size may not reach.
         view = store._built.views[1]
         view.all_visible(chain, np.arange(2), np.arange(1, 3), 0)
+        nothing = np.zeros(0, dtype=np.int64)
+        keys = np.zeros((0, 4), dtype=np.uint64)
+        kernels.adopt(
+            view.slots, nothing, keys, nothing.astype(np.int32), keys.reshape(0, 1, 4)[:, :0], nothing
+        )
         kernels.probe(view.slots, 1, chain.hashes, 1, 0, 4, np.empty(4, dtype=np.int64))
 
 

@@ -31,7 +31,7 @@ from kvquilt.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -91,6 +91,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_caches=bool(vllm_config.cache_config.enable_prefix_caching),
                 namespace=namespace,
                 events=KVEvents(kv_cache_config, layout) if events_wanted(vllm_config) else None,
+                data_parallel=_data_parallel(parallel),
             )
         else:
             self._worker_side = WorkerSide(
@@ -210,8 +211,7 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda self: False)
     def reset_cache(self) -> bool | None:
-        self.scheduler_side.reset()
-        return True
+        return self.scheduler_side.reset()
 
     # ---- worker side ----
 
@@ -297,6 +297,14 @@ class KVQuiltConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.close()
         if self._scheduler_side is not None:
             self._scheduler_side.close()
+
+
+def _data_parallel(parallel: ParallelConfig) -> tuple[int, int]:
+    """This core's index and the number of cores. Independent cores are told that they are one of
+    one; what they were before is left in the bound of elastic ranks."""
+    index = int(parallel.data_parallel_index)
+    known = (parallel.data_parallel_size, getattr(parallel, "elastic_ep_max_dp_size", None) or 1, index + 1)
+    return index, max(known)
 
 
 def _share_engine_log() -> None:

@@ -25,7 +25,7 @@ import xxhash
 
 from kvquilt.errors import KVQuiltError
 from kvquilt.layout import CacheLayout
-from kvquilt.store import Arena, ArenaInfo
+from kvquilt.store import ArenaInfo, SlotSpace
 from kvquilt.transfer import ArenaView
 
 __all__ = ["PoolServer", "fetch_arenas", "layout_fingerprint"]
@@ -57,9 +57,9 @@ class PoolServer:
     The lock guards nothing but shutdown; the arenas are fixed at construction.
     """
 
-    def __init__(self, arenas: Sequence[Arena], fingerprint: str) -> None:
+    def __init__(self, arenas: Sequence[SlotSpace], fingerprint: str) -> None:
         self._fds = [arena.fd for arena in arenas]
-        self._message = msgspec.msgpack.encode(_Pools(fingerprint, [arena.info for arena in arenas]))
+        self._message = msgspec.msgpack.encode(_Pools(fingerprint, [ArenaInfo.of(arena) for arena in arenas]))
         self._directory = _private_directory()
         self.path = str(self._directory / _SOCKET_NAME)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

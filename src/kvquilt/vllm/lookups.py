@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvquilt.layout import CacheLayout
 from kvquilt.store import Found, Store
+from kvquilt.tiers import Promoter
 from kvquilt.vllm.metrics import Meter
 from kvquilt.vllm.requests import RequestState
 
@@ -61,11 +62,19 @@ class Finder:
     and local length, since the engine may ask thousands of times.
 
     drafters: groups that a hit may do without ("best_effort"); none if drafts are required.
+    promoter: brings what a tier below host RAM has; None if there is none.
     Used on the scheduler's thread only.
     """
 
     def __init__(
-        self, store: Store, layout: CacheLayout, meter: Meter, *, owner: str, drafters: Collection[str]
+        self,
+        store: Store,
+        layout: CacheLayout,
+        meter: Meter,
+        *,
+        owner: str,
+        drafters: Collection[str],
+        promoter: Promoter | None = None,
     ) -> None:
         self.ring = LookupRing()
         self._store = store
@@ -74,21 +83,44 @@ class Finder:
         self._owner = owner
         self._drafters = frozenset(drafters)
         self._recurrent = {group.name for group in layout.groups if group.kind == "recurrent"}
+        self._promoter = promoter
         self._dense = any(group.dense and group.cacheable for group in layout.groups)
 
-    def find(self, state: RequestState, local_tokens: int) -> Found:
-        """The longest boundary for the request, given what the engine holds of it."""
+    def find(self, state: RequestState, local_tokens: int) -> Found | None:
+        """The longest boundary for the request, given what the engine holds of it; None while pages of a
+        longer one are on their way from a slower tier."""
         found = state.found
         if found is not None and state.found_local == local_tokens:
             if found.lease_id is not None:
                 self._store.renew(found.lease_id, self._owner)
             return found
-        self.forget(state)
+        request_id = state.request.request_id
+        if self._promoter is not None and self._promoter.waiting(request_id):
+            return None
+        self._release_found(state)
         state.sync_hashes()
         found, without = self._look(state, local_tokens)
+        if self._is_promoted(state, found, local_tokens):
+            self.release(found)
+            return None
         state.found, state.found_local, state.found_without = found, local_tokens, without
         self._record(state, found, local_tokens)
+        if self._promoter is not None:
+            self._promoter.forget(request_id)
         return found
+
+    def _is_promoted(self, state: RequestState, found: Found, local_tokens: int) -> bool:
+        """Is more coming from below than host RAM has?"""
+        if self._promoter is None or found.limited_by is None:
+            return False
+        return self._promoter.ask(
+            state.request.request_id,
+            state.chain,
+            state.request.num_tokens,
+            local_tokens=local_tokens,
+            ram_tokens=found.tokens,
+            optional=self._drafters,
+        )
 
     def _look(self, state: RequestState, local_tokens: int) -> tuple[Found, frozenset[str]]:
         owner, chain, num_tokens = self._owner, state.chain, state.request.num_tokens
@@ -111,9 +143,11 @@ class Finder:
         return replace(longer, limited_by=limiting), self._drafters
 
     def below(self, state: RequestState, tokens: int) -> int:
-        """The longest boundary up to `tokens` that the store alone can serve."""
+        """The longest boundary up to `tokens` that can be served without what the engine holds."""
         found = self._store.lookup(self._owner, state.chain, tokens + 1)
         self.release(found)
+        if self._promoter is not None:
+            return max(found.tokens, self._promoter.best(state.chain, tokens + 1))
         return found.tokens
 
     def junction(self, found: Found) -> int:
@@ -145,7 +179,12 @@ class Finder:
         return None, local_tokens, _NONE
 
     def forget(self, state: RequestState) -> None:
-        """Release the remembered answer's pages."""
+        """Release the remembered answer's pages, and wait for no others."""
+        if self._promoter is not None:
+            self._promoter.forget(state.request.request_id)
+        self._release_found(state)
+
+    def _release_found(self, state: RequestState) -> None:
         found, state.found, state.found_local, state.found_without = state.found, None, -1, _NONE
         if found is not None:
             self.release(found)
@@ -158,7 +197,9 @@ class Finder:
     def _record(self, state: RequestState, found: Found, local_tokens: int) -> None:
         request = state.request
         hit = found.tokens if found.tokens > local_tokens else 0
-        if found.limited_by is None:
+        if self._promoter is not None and self._promoter.cut_short(request.request_id):
+            why = "host memory had no room for more of what a slower tier holds"
+        elif found.limited_by is None:
             why = "it is the longest boundary that leaves one token to compute"
         elif state.found_without:
             why = f"taken without group {found.limited_by!r}, which lacks a block: drafts are recomputed"

@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -16,7 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvquilt.store import StoreStats
 
-__all__ = ["METRICS", "KVQuiltPromMetrics", "KVQuiltStats", "Levels", "Meter", "Metric"]
+if TYPE_CHECKING:
+    from kvquilt.vllm.below import Below
+
+__all__ = ["METRICS", "DiskLevels", "KVQuiltPromMetrics", "KVQuiltStats", "Levels", "Meter", "Metric"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,20 @@ METRICS: dict[str, Metric] = {
     "leases": Metric(Gauge, "Leases held"),
     "tickets": Metric(Gauge, "Tickets open"),
     "pins": Metric(Gauge, "Engine blocks pinned"),
+    "disk_read_pages": Metric(Counter, "Pages read from disk and proven good", "group"),
+    "disk_read_bytes": Metric(Counter, "Bytes of those pages", "group"),
+    "disk_written_pages": Metric(Counter, "Pages written to disk", "group"),
+    "disk_written_bytes": Metric(Counter, "Bytes of those pages", "group"),
+    "disk_dropped_pages": Metric(Counter, "Pages not written to disk, by reason", "reason"),
+    "disk_bad_pages": Metric(Counter, "Pages on disk that could not be read or proven good", "group"),
+    "disk_evictions": Metric(Counter, "Pages evicted from disk", "group"),
+    "disk_promotions": Metric(Counter, "Promotions from disk, by what became of them", "outcome"),
+    "disk_pages": Metric(Gauge, "Pages on disk", "group"),
+    "disk_bytes": Metric(Gauge, "Bytes of the slots in use on disk", "group"),
+    "disk_queue": Metric(Gauge, "Pages waiting for the disk or under way", "direction"),
+    "disk_on": Metric(Gauge, "1 while the disk tier is used, 0 while it is switched off"),
+    "disk_read_seconds": Metric(Histogram, "Seconds from queueing to the end of a batch of reads"),
+    "disk_write_seconds": Metric(Histogram, "Seconds from queueing to the end of a batch of writes"),
     "load_seconds": Metric(Histogram, "Seconds from the request for a load to the end of its copies"),
     "save_seconds": Metric(Histogram, "Seconds from the request for a save to the end of its copies"),
 }
@@ -153,6 +170,48 @@ class Levels:
             self._meter.count("evictions", group.evictions - self._evictions.get(name, 0), name)
             self._evictions[name] = group.evictions
         return gauges
+
+
+class DiskLevels:
+    """The disk tier's levels as gauges; what it counts since its start, as counts since the last call."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._before: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+    def gauges(self, below: Below) -> dict[str, dict[str, float]]:
+        """Gauges of now."""
+        stats = below.stats()
+        self._more("disk_dropped_pages", "lora", below.not_durable)
+        for outcome, number in below.promoter.counts.items():
+            self._more("disk_promotions", outcome, number)
+        dropped: defaultdict[str, int] = defaultdict(int)
+        gauges: dict[str, dict[str, float]] = {
+            "disk_queue": {"read": stats.queued_reads, "write": stats.queued_writes},
+            "disk_on": {"": float(stats.state == "on")},
+        }
+        for group in stats.groups:
+            gauges.setdefault("disk_pages", {})[group.name] = group.pages
+            gauges.setdefault("disk_bytes", {})[group.name] = group.bytes_used
+            self._more("disk_read_pages", group.name, group.reads)
+            self._more("disk_read_bytes", group.name, group.read_bytes)
+            self._more("disk_written_pages", group.name, group.writes)
+            self._more("disk_written_bytes", group.name, group.written_bytes)
+            self._more("disk_bad_pages", group.name, group.bad)
+            self._more("disk_evictions", group.name, group.evictions)
+            for reason, pages in group.dropped.items():
+                dropped[reason] += pages
+        for reason, pages in dropped.items():
+            self._more("disk_dropped_pages", reason, pages)
+        for direction, samples in below.tier.take_seconds().items():
+            for seconds in samples:
+                self._meter.sample(f"disk_{direction}_seconds", seconds)
+        return gauges
+
+    def _more(self, name: str, label: str, total: int) -> None:
+        before, self._before[name, label] = self._before[name, label], total
+        # Counted anew where the tier has been opened anew.
+        self._meter.count(name, total - before if total >= before else total, label)
 
 
 # What this process has registered. An engine that starts replaces what an earlier one left, as vLLM

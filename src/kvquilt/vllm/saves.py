@@ -63,6 +63,8 @@ class _Job:
 class SaveBook:
     """Plans saves step by step and ends them when all ranks have reported.
 
+    committed: told which pages have become visible.
+
     Used on the scheduler's thread only.
     """
 
@@ -76,6 +78,7 @@ class SaveBook:
         owner: str,
         num_ranks: int,
         clock: Callable[[], float],
+        committed: Callable[[Sequence[Want]], None] | None = None,
     ) -> None:
         layout: CacheLayout = groups.layout
         self._store = store
@@ -85,6 +88,7 @@ class SaveBook:
         self._owner = owner
         self._num_ranks = num_ranks
         self._clock = clock
+        self._committed = committed
         self._pins: PinBook | None = None
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
@@ -178,7 +182,7 @@ class SaveBook:
             self._meter.count("saves_failed")
             return
         try:
-            self._store.commit(job.ticket_id, self._owner)
+            visible = self._store.commit(job.ticket_id, self._owner)
         except Exception:
             with contextlib.suppress(KVQuiltError):
                 self._store.abort(job.ticket_id, self._owner)
@@ -188,6 +192,8 @@ class SaveBook:
             group, pages = self._layout.groups[index], int(job.pages_of_group[index])
             self._meter.count("saved_pages", pages, group.name)
             self._meter.count("saved_bytes", pages * group.slot_content_bytes(self._num_ranks), group.name)
+        if self._committed is not None:
+            self._committed(visible)
 
     def fail_all(self) -> None:
         """Withdraw every save under way: what it reads has turned out to be wrong."""

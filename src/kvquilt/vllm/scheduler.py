@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvquilt.config import Options
+from kvquilt.errors import ConfigError
 from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.retention import prompt_boundaries
 from kvquilt.sizing import plan_slots
 from kvquilt.store import Store, check_memory, warm_up
+from kvquilt.vllm.below import Below, DataParallelRank
 from kvquilt.vllm.divergent import DivergentHits
 from kvquilt.vllm.events import KVEvents
 from kvquilt.vllm.failures import FailedLoads
@@ -22,11 +24,11 @@ from kvquilt.vllm.layout import EngineGroups
 from kvquilt.vllm.loads import LoadBook
 from kvquilt.vllm.lookups import Finder
 from kvquilt.vllm.metadata import StepPlan, decode_reports, encode_plan
-from kvquilt.vllm.metrics import KVQuiltStats, Levels, Meter
+from kvquilt.vllm.metrics import DiskLevels, KVQuiltStats, Levels, Meter
 from kvquilt.vllm.pins import PinBook
 from kvquilt.vllm.requests import NEVER, RequestState
 from kvquilt.vllm.saves import BlockTables, Progress, SaveBook
-from kvquilt.vllm.start import start_lines, warn_of_idle_states
+from kvquilt.vllm.start import disk_line, start_lines, warn_of_idle_states, warn_of_lost_keys
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -50,6 +52,7 @@ class SchedulerSide:
     request will be a local hit of the next.
     namespace: what the stored bytes belong to; in one engine's memory it never changes, and the
     start line names it. events: set if the engine publishes KV events.
+    data_parallel: this core's index and how many there are, for its part of the disk.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class SchedulerSide:
         engine_caches: bool = True,
         namespace: NamespaceFactors | None = None,
         events: KVEvents | None = None,
+        data_parallel: DataParallelRank = (0, 1),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         layout = groups.layout
@@ -99,16 +103,25 @@ class SchedulerSide:
         except OSError:
             self.store.close()
             raise
+        self.below = self._make_below(groups, namespace, may_lack, data_parallel)
         self.finder = Finder(
             self.store,
             layout,
             self.meter,
             owner=self.owner,
             drafters=may_lack,
+            promoter=self.below.promoter if self.below is not None else None,
         )
         self.divergent = DivergentHits(self.finder, layout, wanted=options.mode == "read_write")
         self.saves = SaveBook(
-            self.store, groups, options, self.meter, owner=self.owner, num_ranks=num_ranks, clock=clock
+            self.store,
+            groups,
+            options,
+            self.meter,
+            owner=self.owner,
+            num_ranks=num_ranks,
+            clock=clock,
+            committed=self.below.committed if self.below is not None else None,
         )
         self.loads = LoadBook(
             self.store,
@@ -127,6 +140,7 @@ class SchedulerSide:
         self._states: dict[str, RequestState] = {}
         self._attached: set[int] = set()
         self._levels = Levels(self.meter)
+        self._disk_levels = DiskLevels(self.meter)
         self._failed_load_logged = False
         self._broken = False
         self._levels_up = False
@@ -136,10 +150,41 @@ class SchedulerSide:
         self._started = clock()
         self.namespace = namespace
         self.start_lines = start_lines(layout, self.plan)
+        if self.below is not None:
+            self.start_lines.append(disk_line(self.below.tier))
         for line in self.start_lines:
             logger.info("kvquilt: %s", line)
         if namespace is not None:
             logger.info("kvquilt: namespace %s", namespace.digest().hex())
+
+    def _make_below(
+        self,
+        groups: EngineGroups,
+        namespace: NamespaceFactors | None,
+        may_lack: frozenset[str],
+        data_parallel: DataParallelRank,
+    ) -> Below | None:
+        if self.options.disk_path is None:
+            return None
+        try:
+            if namespace is None:
+                raise ConfigError("disk_path: pages can be kept on disk only under a namespace")
+            warn_of_lost_keys(namespace)
+            return Below(
+                self.store,
+                self.layout,
+                self.plan,
+                self.options,
+                namespace,
+                state_interval=self.options.planned_state_interval(groups.state_interval),
+                optional=may_lack,
+                rank=data_parallel,
+                clock=self.clock,
+            )
+        except BaseException:
+            self._close_server()
+            self.store.close()
+            raise
 
     # ---- look-up ----
 
@@ -179,6 +224,8 @@ class SchedulerSide:
         if state.no_fetch:
             return 0, False
         found = self.finder.find(state, local_tokens)
+        if found is None:
+            return None, False
         junction = self.finder.junction(found)
         if junction > max(request.shared_prefix_boundary, local_tokens):
             # The engine ends a step there and keeps the states, so the next such prompt resumes there.
@@ -237,7 +284,10 @@ class SchedulerSide:
         self.saves.finish(state, written, block_ids)
         if written:
             # The window that a next turn resumes from outlives the windows before it.
-            self.store.touch(state.chain, min(written, len(state.chain) * self.layout.tokens_per_hash))
+            tokens = min(written, len(state.chain) * self.layout.tokens_per_hash)
+            self.store.touch(state.chain, tokens)
+            if self.below is not None:
+                self.below.touch(state.chain, tokens)
 
     def drop(self, request: Request) -> None:
         """`finished` failed: give back what the request held, and save nothing."""
@@ -261,6 +311,8 @@ class SchedulerSide:
         state = RequestState.of(request, self.layout, boundaries)
         if self._events is not None:
             self._events.remember(state.chain, request)
+        if self.below is not None:
+            state.chain.durable = self.below.is_durable(adapter=request.lora_request is not None)
         return state
 
     # ---- one engine step ----
@@ -279,7 +331,10 @@ class SchedulerSide:
         self.saves.give_up_slow(now - SLOW_SAVE_SECONDS, oldest)
         if not self._broken:
             self.saves.plan(self._scheduled(output))
-        return self.encode_step(idle=not output.num_scheduled_tokens)
+        idle = not output.num_scheduled_tokens
+        if idle and self.below is not None:
+            self.below.breathe()
+        return self.encode_step(idle=idle)
 
     def encode_step(self, *, idle: bool = False) -> bytes:
         """Encode what is waiting to be sent. idle: the engine computes nothing in this step."""
@@ -403,8 +458,9 @@ class SchedulerSide:
             self.pins is not None and self.saves.under_way(newer_than=since) and self.pins.exclusive()
         )
 
-    def reset(self) -> None:
-        """Empty every tier; copies in flight land invisibly, loads in flight are reported failed.
+    def reset(self) -> bool:
+        """Empty every tier; False if a process killed later might find pages again, since the disk could
+        not record the reset. Copies in flight land invisibly, loads in flight are reported failed.
         Live requests are not saved any more, nor is what builds on blocks that the engine has kept
         because it refused to reset its own cache."""
         for state in self._states.values():
@@ -415,6 +471,7 @@ class SchedulerSide:
         self._levels_up = True
         self.loads.cancel_all()
         self.store.reset()
+        return self.below is None or self.below.reset()
 
     def _release_pins(self) -> None:
         if self.pins is not None and len(self.pins) and self.pins.all_that_is_used():
@@ -430,8 +487,11 @@ class SchedulerSide:
             return None
         pins = len(self.pins) if self.pins is not None else 0
         gauges = self._levels.gauges(self.store.stats(), pins)
+        if self.below is not None:
+            gauges |= self._disk_levels.gauges(self.below)
         # Levels that are up must be seen to come down, also when nothing is counted any more.
         self._levels_up = any(gauges[name][""] for name in ("leases", "tickets", "pins"))
+        self._levels_up |= any(gauges.get("disk_queue", {}).values())
         return self.meter.drain(gauges)
 
     def close(self) -> None:
@@ -443,6 +503,8 @@ class SchedulerSide:
         self.saves.close()
         self.loads.close()
         self._close_server()
+        if self.below is not None:
+            self.below.close()
         self.store.close()
 
 

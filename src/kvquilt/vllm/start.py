@@ -6,7 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvquilt.layout import CacheLayout
+from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.sizing import SlotPlan
+from kvquilt.tiers import NVMeTier
 from kvquilt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvquilt.vllm.layout import EngineGroups
 
-__all__ = ["start_lines", "warn_of_idle_states", "warn_of_stray_drafts"]
+__all__ = ["disk_line", "start_lines", "warn_of_idle_states", "warn_of_lost_keys", "warn_of_stray_drafts"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,26 @@ def start_lines(layout: CacheLayout, plan: SlotPlan) -> list[str]:
             f"{plan.tokens} tokens covered"
         )
     return lines
+
+
+def disk_line(tier: NVMeTier) -> str:
+    """One line on the disk tier: where, how much, tokens covered."""
+    plan, options = tier.plan, tier.options
+    slots = ", ".join(f"{name} {number}" for name, number in plan.slots.items() if number)
+    return (
+        f"disk {options.path}: {format_bytes(plan.bytes_used)} of {format_bytes(options.num_bytes)} for all, "
+        f"slots: {slots}; {plan.tokens} tokens covered, written {options.write}, {tier.state}"
+    )
+
+
+def warn_of_lost_keys(namespace: NamespaceFactors) -> None:
+    """Warn if the engine's hashes mean nothing to the next process, so that it will find nothing on disk."""
+    if not namespace.keys_survive_restart:
+        logger.warning(
+            "kvquilt: disk: the engine draws the seed of its block hashes (%s) per process, so pages on disk "
+            "are lost at a restart: set PYTHONHASHSEED, or use prefix_caching_hash_algo sha256",
+            namespace.hash_algorithm,
+        )
 
 
 def warn_of_idle_states(checkpoint_interval: int | None, groups: EngineGroups) -> None:

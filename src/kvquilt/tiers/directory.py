@@ -1,0 +1,363 @@
+"""The directory of the disk tier: whose it is, what may lie in it, and how much.
+
+disk_path/                    0700, ours
+  lock                        held while an engine starts
+  dp0/                        one per data-parallel rank
+    <namespace>/
+      lock                    held as long as an engine lives; its time of change is the last use
+      manifest.json           all factors of the namespace in clear, and the generation
+      arena00.slab .table .stamps
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kvquilt.errors import ConfigError
+from kvquilt.layout.namespace import NamespaceFactors, diff
+from kvquilt.tiers.files import Files
+from kvquilt.tiers.format import FORMAT_VERSION
+from kvquilt.units import format_bytes
+
+__all__ = [
+    "Claim",
+    "Manifest",
+    "ManifestArena",
+    "NamespaceDirectory",
+    "Reclaim",
+    "claim_namespace",
+    "disk_digest",
+    "list_namespaces",
+    "open_for_reading",
+    "tree_bytes",
+]
+
+logger = logging.getLogger(__name__)
+Reclaim = Literal["auto", "refuse"]
+_START_SECONDS = 60.0
+MANIFEST = "manifest.json"
+LOCK = "lock"
+
+
+class ManifestArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One slab: the groups whose pages lie in it, and its geometry. groups: (index, name)."""
+
+    name: str
+    groups: list[tuple[int, str]]
+    num_slots: int
+    slot_bytes: int
+    span_keys: int
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What lies beside the slabs. generation: pages of any other are forgotten."""
+
+    format_version: int
+    generation: int
+    digest: str
+    partition: str
+    num_ranks: int
+    arenas: list[ManifestArena]
+    namespace: NamespaceFactors
+
+    def encode(self) -> bytes:
+        """The file's content."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest | None:
+        """The manifest in `directory`; None if there is none of this version. Raises OSError."""
+        try:
+            data = (directory / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            manifest = msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError:
+            return None
+        return manifest if manifest.format_version == FORMAT_VERSION else None
+
+
+def disk_digest(namespace: NamespaceFactors, partition: str) -> bytes:
+    """32 bytes that name what may lie in one slab: the namespace, how groups share slots, the format."""
+    facts = f"{FORMAT_VERSION} {partition} ".encode() + namespace.digest()
+    return hashlib.sha256(facts).digest()
+
+
+@dataclass(frozen=True)
+class NamespaceDirectory:
+    """A namespace's directory as found. manifest: None if it can't be read."""
+
+    path: Path
+    manifest: Manifest | None
+    num_bytes: int
+    last_used: float
+
+
+class Claim:
+    """The right to write in one namespace's directory, until `close`. manifest: as on disk."""
+
+    def __init__(self, path: Path, lock_fd: int, manifest: Manifest, files: Files) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._lock_fd = lock_fd
+        self._files = files
+
+    def still_there(self) -> bool:
+        """Is the directory still the one that was claimed?"""
+        try:
+            now = os.stat(self.path / LOCK)
+        except OSError:
+            return False
+        mine = os.fstat(self._lock_fd)
+        return (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def next_generation(self) -> None:
+        """Forget all pages, for good: on the medium when it returns. Raises OSError."""
+        manifest = msgspec.structs.replace(self.manifest, generation=self.manifest.generation + 1)
+        self._files.replace(self.path / MANIFEST, manifest.encode())
+        self.manifest = manifest
+
+    def close(self) -> None:
+        """Give the directory up; the time of it is its last use. May be called twice."""
+        if self._lock_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.utime(self._lock_fd)
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def claim_namespace(
+    root: Path,
+    wanted: Manifest,
+    *,
+    needed_bytes: int,
+    disk_bytes: int,
+    reclaim: Reclaim,
+    dp_rank: int = 0,
+    files: Files,
+) -> Claim:
+    """Take the directory of `wanted.digest` under `root`, and make room for `needed_bytes` in it.
+
+    wanted: with the generation of a new directory. Others' namespaces go, the one least recently used
+    first, until all of `root` fits `disk_bytes` ("auto"); never one that a live engine holds.
+
+    Raises ConfigError for a root that others could write to, a namespace in use, or room that cannot
+    be made; OSError for what the medium does.
+    """
+    _check_root(root)
+    with _locked(root / LOCK):
+        path = root / f"dp{dp_rank}" / wanted.digest[:32]
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock_fd = _try_lock(path / LOCK)
+        if lock_fd is None:
+            raise ConfigError(
+                f"disk_path: another process uses the same namespace ({path}): give each engine a disk_path "
+                'of its own, or let this one only read ({"disk_write": "never"})'
+            )
+        try:
+            _sweep(root, path)
+            _make_room(root, path, needed_bytes, disk_bytes, reclaim)
+            manifest = _settle_manifest(path, wanted, files)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        _explain_others(root, path, manifest)
+        return Claim(path, lock_fd, manifest, files)
+
+
+def open_for_reading(root: Path, digest: str, dp_rank: int = 0) -> tuple[Path, Manifest]:
+    """The directory of a namespace that somebody else may write to. Raises ConfigError if there is none."""
+    _check_root(root)
+    path = root / f"dp{dp_rank}" / digest[:32]
+    manifest = Manifest.read(path) if path.is_dir() else None
+    if manifest is None or manifest.digest != digest:
+        raise ConfigError(f'disk_path: nothing to read ({{"disk_write": "never"}}): no namespace in {path}')
+    return path, manifest
+
+
+def list_namespaces(root: Path) -> list[NamespaceDirectory]:
+    """All namespaces under `root`, least recently used first. Raises OSError."""
+    found = []
+    for path in sorted(root.glob("dp*/*")):
+        if not path.is_dir() or path.is_symlink():
+            continue
+        try:
+            used = (path / LOCK).stat().st_mtime
+        except OSError:
+            used = 0.0
+        found.append(NamespaceDirectory(path, Manifest.read(path), tree_bytes(path), used))
+    return sorted(found, key=lambda one: one.last_used)
+
+
+def tree_bytes(path: Path) -> int:
+    """Bytes of all files under `path`: lengths, or the space they take where that is more."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                facts = os.lstat(os.path.join(directory, name))
+                total += max(facts.st_size, facts.st_blocks * 512)
+    return total
+
+
+def is_locked(path: Path) -> bool:
+    """Does a live process hold this namespace?"""
+    if not (path / LOCK).exists():
+        return False
+    fd = _try_lock(path / LOCK)
+    if fd is None:
+        return True
+    os.close(fd)
+    return False
+
+
+def _check_root(root: Path) -> None:
+    if not root.is_absolute():
+        raise ConfigError(f"disk_path={str(root)!r}: must be an absolute path")
+    if not root.exists():
+        root.mkdir(mode=0o700, parents=True)
+    facts = root.stat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise ConfigError(f"disk_path={str(root)!r}: is no directory")
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+        raise ConfigError(
+            f"disk_path={str(root)!r}: must belong to this user and be writable by nobody else "
+            f"(owner {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):o})"
+        )
+    for parent in root.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & 0o002 and not mode & stat.S_ISVTX:
+            raise ConfigError(
+                f"disk_path={str(root)!r}: {parent} is writable by every user, who could replace it"
+            )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the whole directory, for a start: they are short."""
+    deadline = time.monotonic() + _START_SECONDS
+    while (fd := _try_lock(path)) is None:
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"disk_path: {path} has been locked for {_START_SECONDS:.0f} s by another start"
+            )
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock; None if another has it. The system frees it with its process."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _sweep(root: Path, own: Path) -> None:
+    """Remove what dead owners left half made. A live one's is locked, and stays."""
+    for path in root.glob("dp*/*"):
+        if path != own and is_locked(path):
+            continue
+        for draft in path.glob(".*.tmp"):
+            logger.info("kvquilt: disk: removing %s, left by a process that died", draft)
+            draft.unlink(missing_ok=True)
+        if path != own and not (path / MANIFEST).exists():
+            logger.info("kvquilt: disk: removing %s, which has no manifest", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_room(root: Path, own: Path, needed: int, disk_bytes: int, reclaim: Reclaim) -> None:
+    others = tree_bytes(root) - tree_bytes(own)
+    if others + needed <= disk_bytes:
+        return
+    free = [one for one in list_namespaces(root) if one.path != own and not is_locked(one.path)]
+    freeable = sum(one.num_bytes for one in free)
+    if reclaim == "refuse" or others - freeable + needed > disk_bytes:
+        raise ConfigError(
+            f"disk_bytes={disk_bytes}: this namespace needs {format_bytes(needed)}, other files under {root} "
+            f"take {format_bytes(others)}, of which {format_bytes(freeable)} are namespaces that nobody uses"
+            + (' (disk_reclaim is "refuse")' if reclaim == "refuse" else "")
+        )
+    for one in free:
+        if others + needed <= disk_bytes:
+            break
+        name = one.manifest.namespace.model if one.manifest is not None else "an unknown model"
+        logger.warning(
+            "kvquilt: disk: removing namespace %s (%s, %s) to make room",
+            one.path,
+            name,
+            format_bytes(one.num_bytes),
+        )
+        shutil.rmtree(one.path)
+        others -= one.num_bytes
+
+
+def _settle_manifest(path: Path, wanted: Manifest, files: Files) -> Manifest:
+    """Take over the generation of what is there; without a manifest nothing there can be trusted."""
+    found = Manifest.read(path)
+    if found is None or found.digest != wanted.digest:
+        for old in path.iterdir():
+            if old.name != LOCK:
+                old.unlink()
+        found = wanted
+    else:
+        found = msgspec.structs.replace(wanted, generation=found.generation)
+    if not (path / MANIFEST).exists() or (path / MANIFEST).read_bytes() != found.encode():
+        files.replace(path / MANIFEST, found.encode())
+    return found
+
+
+def _explain_others(root: Path, own: Path, manifest: Manifest) -> None:
+    """A namespace of the same model beside a new one: say what keeps them apart."""
+    for one in reversed(list_namespaces(root)):
+        other = one.manifest
+        if one.path == own or other is None or other.namespace.model != manifest.namespace.model:
+            continue
+        reasons = [f"{name}: {a!r} here, {b!r} there" for name, (a, b) in diff_of(manifest, other).items()]
+        if reasons:
+            logger.info(
+                "kvquilt: disk: %s holds other pages of this model, which differ in %s",
+                one.path,
+                "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else ""),
+            )
+        return
+
+
+def diff_of(a: Manifest, b: Manifest) -> dict[str, tuple[object, object]]:
+    """What keeps two manifests' pages apart, by name, with both values."""
+    found: dict[str, tuple[object, object]] = dict(diff(a.namespace, b.namespace))
+    if a.partition != b.partition:
+        found["group_partition"] = (a.partition, b.partition)
+    return found
+
+
+def remove_namespace(path: Path) -> None:
+    """Remove a namespace's directory. Raises ConfigError if a live process holds it."""
+    fd = _try_lock(path / LOCK)
+    if fd is None:
+        raise ConfigError(f"{path}: in use by a live process")
+    try:
+        shutil.rmtree(path)
+    finally:
+        os.close(fd)

@@ -1,0 +1,266 @@
+"""Brings back what a longer hit needs from the tier below, while the engine asks again.
+
+Only the pages of the chosen boundary come: the dense prefix, the last windows, one state, never a
+window's history. They go into reserved slots of host RAM and become visible there; the hit itself is
+found by the next ordinary look-up. So nothing about a hit rests on what the tier promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvquilt.errors import KVQuiltError
+from kvquilt.hits import Hit, longest_hit, num_probed_blocks
+from kvquilt.layout import CacheLayout
+from kvquilt.store import Chain, Gathered, Store, Ticket, Want
+from kvquilt.tiers.base import Pages, Tier
+from kvquilt.tiers.memory import RamMemory
+
+__all__ = ["Promoter", "Promotion"]
+
+BoolArray = NDArray[np.bool_]
+IntArray = NDArray[np.int64]
+_NO_ROOM_TRIES = 4
+
+
+@dataclass(eq=False)
+class Promotion:
+    """What is being brought for one request.
+
+    until: when its time is over. tokens: the boundary that is wanted. room: the longest boundary that
+    host RAM was found to have room for. tickets: reserved slots that are being filled. leases: what
+    was there already. short: it had to be cut since host RAM has no room.
+    """
+
+    until: float
+    tokens: int = 0
+    room: int | None = None
+    tries: int = 0
+    tickets: set[int] = field(default_factory=set)
+    leases: list[int] = field(default_factory=list)
+    awaited: bool = False
+    short: bool = False
+    over: bool = False
+
+
+class Promoter:
+    """Promotions of all requests. Used on one thread; loads end on the tier's threads.
+
+    timeout_seconds: after it a request takes what host RAM has. ended: called after each load,
+    from the tier's threads, e.g. to wake whoever waits.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tier: Tier,
+        layout: CacheLayout,
+        memory: RamMemory,
+        *,
+        timeout_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._tier = tier
+        self._layout = layout
+        self._memory = memory
+        self._timeout = timeout_seconds
+        self._clock = clock
+        self._owner = "promotion"
+        self._promotions: dict[str, Promotion] = {}
+        self._ended = threading.Event()
+        self.counts = {"started": 0, "no_room": 0, "timed_out": 0}
+        store.register_owner(self._owner, live=True)
+
+    def under_way(self) -> bool:
+        """Is anything being brought?"""
+        return any(promotion.tickets for promotion in self._promotions.values())
+
+    def wait_briefly(self, seconds: float) -> None:
+        """Wait until a load ends, at most that long: for an engine that has nothing else to do."""
+        self._ended.wait(seconds)
+        self._ended.clear()
+
+    def waiting(self, request_id: str) -> bool:
+        """Are pages on their way that this request waits for? Cheap: the engine asks all the time."""
+        promotion = self._promotions.get(request_id)
+        if promotion is None or not promotion.tickets:
+            return False
+        if self._clock() < promotion.until:
+            return True
+        self._give_up(promotion)
+        return False
+
+    def ask(
+        self,
+        request_id: str,
+        chain: Chain,
+        num_tokens: int,
+        *,
+        local_tokens: int,
+        ram_tokens: int,
+        optional: Collection[str] = (),
+    ) -> bool:
+        """Host RAM alone serves `ram_tokens` of the request: is more coming? Then ask again.
+
+        optional: groups that the hit may do without.
+        """
+        promotion = self._promotions.setdefault(request_id, Promotion(self._clock() + self._timeout))
+        if promotion.over or self.waiting(request_id):
+            return not promotion.over
+        if self._clock() >= promotion.until:
+            self._give_up(promotion)
+            return False
+        while promotion.tries < _NO_ROOM_TRIES:
+            limit = num_tokens if promotion.room is None else min(num_tokens, promotion.room + 1)
+            hit, ignore = self._best(chain, limit, local_tokens, optional)
+            if hit.tokens <= max(ram_tokens, local_tokens):
+                break
+            if self._start(promotion, chain, hit.tokens, local_tokens, ignore):
+                return True
+            promotion.tries += 1
+        self._drop(promotion)
+        return False
+
+    def best(self, chain: Chain, num_tokens: int, local_tokens: int = 0) -> int:
+        """The longest boundary that host RAM and the tier could serve together."""
+        return self._best(chain, num_tokens, local_tokens, ())[0].tokens
+
+    def cut_short(self, request_id: str) -> bool:
+        """Was the request's hit cut because host RAM had no room for more?"""
+        promotion = self._promotions.get(request_id)
+        return promotion is not None and promotion.short
+
+    def forget(self, request_id: str) -> None:
+        """The request has been answered, or has ended. What is on its way arrives all the same."""
+        promotion = self._promotions.pop(request_id, None)
+        if promotion is not None:
+            self._drop(promotion)
+
+    def close(self) -> None:
+        """Give back all leases."""
+        for request_id in list(self._promotions):
+            self.forget(request_id)
+
+    def _best(
+        self, chain: Chain, num_tokens: int, local_tokens: int, optional: Collection[str]
+    ) -> tuple[Hit, Collection[str]]:
+        presence = self._presence(chain, num_tokens, local_tokens)
+        best = longest_hit(self._layout, presence, num_tokens, local_tokens=local_tokens)
+        if optional and best.limited_by is not None:
+            without = longest_hit(
+                self._layout, presence, num_tokens, local_tokens=local_tokens, ignore=optional
+            )
+            if without.tokens > best.tokens:
+                return without, optional
+        return best, ()
+
+    def _presence(self, chain: Chain, num_tokens: int, local_tokens: int) -> dict[str, BoolArray]:
+        """Blocks of each group that are in RAM, in the tier, or being written."""
+        longest = self._layout.max_boundary(num_tokens)
+        presence = {}
+        for index, group in enumerate(self._layout.groups):
+            if self._store.arena_of[index] < 0:
+                continue
+            last = min(num_probed_blocks(group, longest), chain.num_blocks(index))
+            first = min(local_tokens // group.tokens_per_block, last)
+            there = np.zeros(last, dtype=np.bool_)
+            blocks = np.arange(first, last, dtype=np.int64)
+            there[first:] = ~self._store.missing(chain, index, blocks)
+            there[first:] |= self._tier.present(chain, index, first, last)
+            presence[group.name] = there
+        return presence
+
+    def _start(
+        self, promotion: Promotion, chain: Chain, tokens: int, local_tokens: int, ignore: Collection[str]
+    ) -> bool:
+        """Reserve slots for what lacks, and load it; False if there is no room for all of it."""
+        self._release(promotion)
+        gathered = self._store.gather(self._owner, chain, tokens, local_tokens=local_tokens, ignore=ignore)
+        if gathered.lease_id is not None:
+            promotion.leases.append(gathered.lease_id)
+        promotion.tokens = tokens
+        if not gathered.missing:
+            return bool(gathered.awaited)
+        ticket = self._store.reserve(
+            self._owner, [Want(chain, group, blocks) for group, blocks in gathered.missing]
+        )
+        if ticket.skipped_full:
+            self._make_do(promotion, chain, ticket, gathered, tokens)
+            return False
+        if ticket.ticket_id is None:
+            return bool(gathered.awaited)
+        self._load(promotion, chain, ticket, gathered)
+        return True
+
+    def _make_do(
+        self, promotion: Promotion, chain: Chain, ticket: Ticket, gathered: Gathered, tokens: int
+    ) -> None:
+        """RAM had no room for all: give the slots back and aim at a shorter boundary."""
+        if ticket.ticket_id is not None:
+            self._store.abort(ticket.ticket_id, self._owner)
+        granted = {gathered.missing[grant.want][0]: grant.blocks for grant in ticket.grants}
+        room = tokens - self._layout.lattice_tokens
+        for group, blocks in gathered.missing:
+            if self._layout.groups[group].dense:
+                got = granted.get(group, blocks[:0])
+                refused = np.setdiff1d(blocks, got, assume_unique=True)
+                if refused.size:
+                    room = min(room, int(refused[0]) * self._layout.groups[group].tokens_per_block)
+        promotion.room = max(0, room)
+        promotion.short = True
+        self.counts["no_room"] += 1
+
+    def _load(self, promotion: Promotion, chain: Chain, ticket: Ticket, gathered: Gathered) -> None:
+        ticket_id = ticket.ticket_id
+        assert ticket_id is not None
+        promotion.tickets.add(ticket_id)
+        self.counts["started"] += 1
+        pages = [
+            self._memory.pages(chain, gathered.missing[grant.want][0], grant.blocks, grant.slots)
+            for grant in ticket.grants
+        ]
+
+        def ended(results: Sequence[BoolArray]) -> None:
+            try:
+                with contextlib.suppress(KVQuiltError):
+                    self._land(ticket_id, pages, results)
+            finally:
+                promotion.tickets.discard(ticket_id)
+                self._ended.set()
+
+        self._tier.load(pages, ended)
+
+    def _land(self, ticket_id: int, pages: Sequence[Pages], results: Sequence[BoolArray]) -> None:
+        """Make what has arrived visible; what has not must never be."""
+        bad = [
+            (part.group, part.blocks[~good])
+            for part, good in zip(pages, results, strict=True)
+            if not good.all()
+        ]
+        if len(bad) == len(pages) and not any(good.any() for good in results):
+            self._store.abort(ticket_id, self._owner)
+        else:
+            self._store.commit(ticket_id, self._owner, without=bad)
+
+    def _give_up(self, promotion: Promotion) -> None:
+        """Its time is over: what is on its way arrives, but nobody waits for it."""
+        if not promotion.over:
+            self.counts["timed_out"] += 1
+        self._drop(promotion)
+
+    def _drop(self, promotion: Promotion) -> None:
+        promotion.over = True
+        self._release(promotion)
+
+    def _release(self, promotion: Promotion) -> None:
+        leases, promotion.leases = promotion.leases, []
+        for lease_id in leases:
+            with contextlib.suppress(KVQuiltError):
+                self._store.release(lease_id, self._owner)

@@ -1,0 +1,423 @@
+"""One slab file of fixed slots, and the table beside it that makes a start fast.
+
+A slot is a header and the payload, in whole disk blocks. The order of writes keeps what a killed
+process leaves harmless: the table's entry is cleared, the slot is written, the entry is filled. So
+an entry never names a page that was not written whole, and whatever happens to the medium
+later is caught when the page is read, since header and payload are checked together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvquilt.store import KnownPages
+from kvquilt.tiers.files import Files, aligned_buffer
+from kvquilt.tiers.format import (
+    BLOCK_BYTES,
+    SLAB_MAGIC,
+    TABLE_MAGIC,
+    FileHead,
+    PageHeader,
+    entry_dtype,
+    header_bytes,
+    intact_entries,
+    pack_page,
+    parse_page_header,
+    seal_entries,
+    verify_page,
+)
+
+__all__ = ["Recovered", "Slab", "SlabFacts", "SlotPage"]
+
+logger = logging.getLogger(__name__)
+IntArray = NDArray[np.int64]
+
+_RUN_BYTES = 2 << 20  # neighbouring slots that go in one system call
+_SCAN_REPORT = 100_000  # slots between two lines of progress
+
+
+@dataclass(frozen=True)
+class SlabFacts:
+    """What both files of a slab are made for. slot_bytes: header and payload."""
+
+    arena: int
+    name: str
+    num_slots: int
+    slot_bytes: int
+    span_keys: int
+    namespace: bytes
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a slot before its payload."""
+        return header_bytes(self.span_keys)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of a table entry."""
+        return entry_dtype(self.span_keys).itemsize
+
+    @property
+    def slab_bytes(self) -> int:
+        """Length of the slab file."""
+        return BLOCK_BYTES + self.num_slots * self.slot_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Length of the table file."""
+        return BLOCK_BYTES + self.num_slots * self.entry_bytes
+
+    @property
+    def stamps_bytes(self) -> int:
+        """Length of the file of stamps."""
+        return 8 * self.num_slots
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all three files on a disk that gives space in blocks of 4 KiB."""
+        return sum(
+            -(-size // BLOCK_BYTES) * BLOCK_BYTES
+            for size in (self.slab_bytes, self.table_bytes, self.stamps_bytes)
+        )
+
+    def head(self, magic: bytes) -> FileHead:
+        """First block of the slab or the table."""
+        entry = self.entry_bytes if magic == TABLE_MAGIC else 0
+        return FileHead(
+            magic, self.arena, self.slot_bytes, self.num_slots, self.span_keys, entry, self.namespace
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPage:
+    """One page of a batch: its slot, what names it, and its place in host memory."""
+
+    slot: int
+    group: int
+    key: bytes
+    spans: bytes
+    payload: memoryview
+
+
+@dataclass(frozen=True, eq=False)
+class Recovered:
+    """Pages that an earlier run left, oldest first. scanned: their headers were read, not the table."""
+
+    pages: KnownPages
+    stamps: IntArray
+    scanned: bool
+
+
+class Slab:
+    """Descriptors of one slab, its table and its stamps. Used by several threads at once: every call
+    names its slots, and no two calls name the same one at a time.
+
+    usable_slots: as of `kvquilt.store.Arena`, whose part it plays for the tier's index.
+    """
+
+    def __init__(self, facts: SlabFacts, fds: tuple[int, int, int], files: Files, generation: int) -> None:
+        self.facts = facts
+        self.generation = generation
+        self.index = facts.arena
+        self.name = facts.name
+        self.num_slots = facts.num_slots
+        self.slot_stride = facts.slot_bytes
+        self.usable_slots = 0
+        self.table_lost = False
+        self.fd, self._table, self._stamps = fds
+        self._writable = False
+        self._files = files
+        self._dtype = entry_dtype(facts.span_keys)
+
+    @classmethod
+    def open(
+        cls, directory: Path, facts: SlabFacts, files: Files, generation: int, *, direct: bool, writable: bool
+    ) -> Slab:
+        """Open or make the three files in `directory`; pages in slots that no longer exist are gone.
+
+        Files of other geometry, and damaged ones, are made anew; a damaged table is only emptied.
+        Raises OSError.
+        """
+        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        fds: list[int] = []
+        try:
+            for kind, more in (("slab", os.O_DIRECT if direct else 0), ("table", 0), ("stamps", 0)):
+                fds.append(files.open(directory / f"{facts.name}.{kind}", flags | more))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        slab = cls(facts, (fds[0], fds[1], fds[2]), files, generation)
+        try:
+            slab._prepare(writable)
+        except BaseException:
+            slab.close()
+            raise
+        return slab
+
+    def _prepare(self, writable: bool) -> None:
+        """Check both heads, and give the files their lengths."""
+        facts = self.facts
+        kept = self._slots_kept(self.fd, SLAB_MAGIC, facts.slot_bytes)
+        listed = self._slots_kept(self._table, TABLE_MAGIC, facts.entry_bytes)
+        self.table_lost = kept > 0 and listed == 0
+        self._writable = writable
+        if not writable:
+            self.usable_slots = min(kept, facts.num_slots)
+            return
+        if kept == 0:
+            self._files.truncate(self.fd, 0)
+        if listed == 0 or kept == 0:
+            self._files.truncate(self._table, 0)
+        size = os.fstat(self.fd).st_size
+        if size > facts.slab_bytes:
+            self._files.truncate(self.fd, facts.slab_bytes)
+        self._files.truncate(self._table, facts.table_bytes)
+        self._files.allocate(self._table, 0, facts.table_bytes)
+        self._files.truncate(self._stamps, facts.stamps_bytes)
+        self._files.allocate(self._stamps, 0, facts.stamps_bytes)
+        self._files.allocate(self.fd, 0, BLOCK_BYTES)
+        self.write_head()
+        self._files.write(self._table, [facts.head(TABLE_MAGIC).pack()], 0)
+        self.usable_slots = (
+            max(0, min(size - BLOCK_BYTES, facts.num_slots * facts.slot_bytes)) // facts.slot_bytes
+        )
+
+    def write_head(self) -> None:
+        """Write the slab's first block and read it back. Raises OSError: also the tier's probe."""
+        block = aligned_buffer(BLOCK_BYTES)
+        block[:] = self.facts.head(SLAB_MAGIC).pack()
+        self._files.write(self.fd, [block], 0)
+        self._files.read(self.fd, [block], 0)
+
+    def _slots_kept(self, fd: int, magic: bytes, unit: int) -> int:
+        """Slots for which the file was made; 0 if it is none of ours, or of other geometry."""
+        block = aligned_buffer(BLOCK_BYTES)
+        if os.fstat(fd).st_size < BLOCK_BYTES:
+            return 0
+        self._files.read(fd, [block], 0)
+        head = FileHead.parse(bytes(block))
+        facts = self.facts
+        if head is None or head.magic != magic:
+            return 0
+        same = (head.arena, head.slot_bytes, head.span_keys, head.namespace) == (
+            facts.arena,
+            facts.slot_bytes,
+            facts.span_keys,
+            facts.namespace,
+        )
+        held = (os.fstat(fd).st_size - BLOCK_BYTES) // unit
+        return min(head.num_slots, max(0, held)) if same else 0
+
+    def allocate(self, _fd: int, offset: int, length: int) -> None:
+        """`kvquilt.store.pool.Populate` for this slab. Raises OSError."""
+        self._files.allocate(self.fd, BLOCK_BYTES + offset, length)
+
+    # ---- pages ----
+
+    def write_pages(self, pages: Sequence[SlotPage], generation: int, stamp: int) -> None:
+        """Write each page to its slot, and then all entries. Raises OSError; then no entry is left."""
+        self._write_entries([page.slot for page in pages], None)
+        size = self.facts.header_bytes
+        headers = aligned_buffer(size * max(1, len(pages)))
+        for run in self._runs(pages):
+            buffers: list[memoryview] = []
+            for i in run:
+                header = headers[i * size : (i + 1) * size]
+                pack_page(header, self._header_of(pages[i], generation), pages[i].payload)
+                buffers += (header, pages[i].payload)
+            self._files.write(self.fd, buffers, self._offset(pages[run[0]].slot))
+        self._write_entries([page.slot for page in pages], self._entries_of(pages, generation, stamp))
+
+    def read_pages(self, pages: Sequence[SlotPage], generation: int) -> list[bool | None]:
+        """Fill each page's payload: True if it is proven good, False if it is not that page, None if it
+        could not be read. Raises OSError if no page could be read."""
+        verdicts: list[bool | None] = [None] * len(pages)
+        failure: OSError | None = None
+        headers = aligned_buffer(self.facts.header_bytes * max(1, len(pages)))
+        for run in self._runs(pages):
+            parts = [headers[i * self.facts.header_bytes : (i + 1) * self.facts.header_bytes] for i in run]
+            buffers = [b for i, header in zip(run, parts, strict=True) for b in (header, pages[i].payload)]
+            try:
+                self._files.read(self.fd, buffers, self._offset(pages[run[0]].slot))
+            except OSError as error:
+                if len(run) > 1:
+                    self._read_one_by_one(pages, run, headers, generation, verdicts)
+                failure = error
+                continue
+            for i, header in zip(run, parts, strict=True):
+                verdicts[i] = verify_page(header, pages[i].payload, self._header_of(pages[i], generation))
+        if failure is not None and all(verdict is None for verdict in verdicts):
+            raise failure
+        return verdicts
+
+    def _read_one_by_one(
+        self,
+        pages: Sequence[SlotPage],
+        run: list[int],
+        headers: memoryview,
+        generation: int,
+        verdicts: list[bool | None],
+    ) -> None:
+        """One bad block must not take its neighbours with it."""
+        for i in run:
+            header = headers[i * self.facts.header_bytes : (i + 1) * self.facts.header_bytes]
+            with contextlib.suppress(OSError):
+                self._files.read(self.fd, [header, pages[i].payload], self._offset(pages[i].slot))
+                verdicts[i] = verify_page(header, pages[i].payload, self._header_of(pages[i], generation))
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Let no later start find these slots' pages: entry and header go. Raises OSError."""
+        self._write_entries(list(slots), None)
+        empty = aligned_buffer(self.facts.header_bytes)
+        for slot in slots:
+            self._files.write(self.fd, [empty], self._offset(slot))
+
+    def _runs(self, pages: Sequence[SlotPage]) -> list[list[int]]:
+        """Indices of the pages, those of neighbouring slots together."""
+        most = max(1, _RUN_BYTES // self.facts.slot_bytes)
+        runs: list[list[int]] = []
+        for i in sorted(range(len(pages)), key=lambda i: pages[i].slot):
+            if runs and len(runs[-1]) < most and pages[runs[-1][-1]].slot + 1 == pages[i].slot:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        return runs
+
+    def _header_of(self, page: SlotPage, generation: int) -> PageHeader:
+        return PageHeader(
+            page.group,
+            generation,
+            len(page.payload),
+            page.key,
+            self.facts.namespace,
+            page.slot,
+            page.spans,
+        )
+
+    def _offset(self, slot: int) -> int:
+        return BLOCK_BYTES + slot * self.facts.slot_bytes
+
+    # ---- table ----
+
+    def _entries_of(self, pages: Sequence[SlotPage], generation: int, stamp: int) -> NDArray[np.void]:
+        entries = np.zeros(len(pages), dtype=self._dtype)
+        for entry, page in zip(entries, pages, strict=True):
+            entry["key"] = np.frombuffer(page.key, dtype=np.uint64)
+            entry["group"] = page.group
+            entry["span"] = self._padded_spans(page.spans)
+        entries["generation"] = generation
+        entries["stamp"] = stamp
+        seal_entries(entries, np.asarray([page.slot for page in pages], dtype=np.int64))
+        return entries
+
+    def _padded_spans(self, spans: bytes) -> NDArray[np.uint64]:
+        whole = spans.ljust(32 * self.facts.span_keys, b"\0")
+        return np.frombuffer(whole, dtype=np.uint64).reshape(self.facts.span_keys, 4)
+
+    def _write_entries(self, slots: Sequence[int], entries: NDArray[np.void] | None) -> None:
+        """Write the entries of these slots, or clear them; neighbours in one call."""
+        size = self.facts.entry_bytes
+        order = sorted(range(len(slots)), key=lambda i: slots[i])
+        start = 0
+        while start < len(order):
+            end = start + 1
+            while end < len(order) and slots[order[end]] == slots[order[end - 1]] + 1:
+                end += 1
+            data = bytes(size * (end - start)) if entries is None else entries[order[start:end]].tobytes()
+            self._files.write(self._table, [data], BLOCK_BYTES + slots[order[start]] * size)
+            start = end
+
+    def save_stamps(self, stamps: IntArray) -> None:
+        """Keep the recency of all slots for the next start, in a file of its own: entries change under
+        the hands of others. A torn one costs only the order. Raises OSError."""
+        self._files.write(self._stamps, [stamps.astype("<i8").tobytes()], 0)
+
+    def _read_stamps(self, usable: int) -> IntArray:
+        stamps = np.zeros(usable, dtype=np.int64)
+        size = min(os.fstat(self._stamps).st_size // 8, usable)
+        if size:
+            self._files.read(self._stamps, [stamps[:size].data.cast("B")], 0)
+        return stamps
+
+    def _read_table(self) -> NDArray[np.void]:
+        size = max(0, min(os.fstat(self._table).st_size, self.facts.table_bytes) - BLOCK_BYTES)
+        count = size // self.facts.entry_bytes
+        entries = np.zeros(count, dtype=self._dtype)
+        if count:
+            self._files.read(self._table, [entries.view(np.uint8).data], BLOCK_BYTES)
+        return entries
+
+    def recover(self, groups: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Recovered:
+        """Pages of the present generation that the table lists; slots whose entry is damaged are
+        looked at themselves, and all slots if there is no table.
+
+        groups: those that may have pages here. stopped: asked now and then; True ends it. Raises OSError.
+        """
+        usable = self.usable_slots
+        entries = np.zeros(usable, dtype=self._dtype)
+        if not self.table_lost:
+            listed = self._read_table()[:usable]
+            entries[: len(listed)] = listed
+        slots = np.arange(usable, dtype=np.int64)
+        intact = intact_entries(entries, slots)
+        empty = ~entries.view(np.uint64).reshape(usable, self.facts.entry_bytes // 8).any(axis=1)
+        doubtful = slots if self.table_lost else slots[~intact & ~empty]
+        if doubtful.size:
+            self._scan(entries, doubtful, stopped)
+            intact = intact_entries(entries, slots)
+            if self._writable:
+                self._write_entries(doubtful.tolist(), entries[doubtful])
+                self.table_lost = False
+        good = intact & (entries["generation"] == self.generation) & np.isin(entries["group"], groups)
+        stamps = np.maximum(entries["stamp"], self._read_stamps(usable))[good]
+        order = np.argsort(stamps, kind="stable")
+        found = entries[good][order]
+        pages = KnownPages(
+            slots[good][order],
+            np.ascontiguousarray(found["key"]),
+            np.ascontiguousarray(found["span"]),
+            np.ascontiguousarray(found["group"]),
+        )
+        return Recovered(pages, stamps[order], bool(doubtful.size))
+
+    def _scan(self, entries: NDArray[np.void], slots: IntArray, stopped: Callable[[], bool]) -> None:
+        """Rebuild the entries of these slots from the slots' headers."""
+        header = aligned_buffer(self.facts.header_bytes)
+        for done, slot in enumerate(slots.tolist()):
+            entries[slot] = 0
+            if done % 1024 == 0 and stopped():
+                raise OSError(errno.ECANCELED, "stopped while reading slot headers")
+            try:
+                self._files.read(self.fd, [header], self._offset(slot))
+            except OSError:
+                continue
+            page = parse_page_header(header)
+            if page is None or page.slot != slot or page.namespace != self.facts.namespace:
+                continue
+            entries[slot]["key"] = np.frombuffer(page.key, dtype=np.uint64)
+            entries[slot]["generation"] = page.generation
+            entries[slot]["group"] = page.group
+            entries[slot]["span"] = self._padded_spans(page.spans)
+            if done and done % _SCAN_REPORT == 0:
+                logger.info("kvquilt: disk: %s: %d of %d slot headers read", self.name, done, slots.size)
+        part = entries[slots]
+        seal_entries(part, slots)
+        part[part["generation"] == 0] = 0
+        entries[slots] = part
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        for fd in (self.fd, self._table, self._stamps):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._table = self._stamps = -1

@@ -1,0 +1,113 @@
+"""Copies pages from host RAM to the tier below, behind everybody's back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvquilt.errors import KVQuiltError
+from kvquilt.layout import CacheLayout
+from kvquilt.sizing import Partition, arena_indices
+from kvquilt.store import Chain, Store, Want, span_steps
+from kvquilt.tiers.base import Pages, Tier
+from kvquilt.tiers.memory import RamMemory
+
+__all__ = ["WriteBack"]
+
+logger = logging.getLogger(__name__)
+_OWNER = "write-back"
+_NEAR_THE_END = 8  # pages within this part of a pool of being evicted are about to leave RAM
+
+
+class WriteBack:
+    """Hears of every commit, and offers pages to the tier while a lease keeps them where they are.
+
+    when: "through": at once; "evicted": when they are about to be evicted, so only those that leave RAM.
+    Pages whose chain is not durable stay in RAM. A page that is not accepted is dropped: the tier
+    counts it. Used by whoever commits, on one thread; leases end on the tier's threads.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tier: Tier,
+        layout: CacheLayout,
+        memory: RamMemory,
+        *,
+        partition: Partition,
+        when: Literal["through", "evicted"],
+    ) -> None:
+        self._store = store
+        self._tier = tier
+        self._layout = layout
+        self._memory = memory
+        self._when = when
+        self._arena_of = arena_indices(layout, partition)
+        self._steps = span_steps(layout)
+        self.not_durable = 0
+        # Slots whose page need not be written: it was, or may not be. New pages clear the mark.
+        self._settled = [np.zeros(arena.num_slots, dtype=np.bool_) for arena in store.arenas]
+        store.register_owner(_OWNER, live=True)
+
+    def committed(self, wants: Sequence[Want]) -> None:
+        """These pages have become visible in RAM."""
+        if self._when == "through":
+            for want in wants:
+                if want.chain.durable:
+                    self._offer(want.chain, want.group, want.blocks)
+                else:
+                    self.not_durable += want.blocks.size
+            return
+        for want in wants:
+            self._mark(want)
+        for arena in range(len(self._settled)):
+            self._write_oldest(arena)
+
+    def _offer(self, chain: Chain, group: int, blocks: NDArray[np.int64]) -> None:
+        lease_id, held, slots = self._store.lease_blocks(_OWNER, chain, group, blocks)
+        if lease_id is not None:
+            self._save([self._memory.pages(chain, group, held, slots)], lease_id)
+
+    def _save(self, pages: Sequence[Pages], lease_id: int) -> None:
+        self._tier.save(pages, lambda: self._release(lease_id))
+
+    def _release(self, lease_id: int) -> None:
+        with contextlib.suppress(KVQuiltError):  # the store is closed
+            self._store.release(lease_id, _OWNER)
+
+    def _mark(self, want: Want) -> None:
+        lease_id, _, slots = self._store.lease_blocks(_OWNER, want.chain, want.group, want.blocks)
+        if lease_id is None:
+            return
+        self._store.release(lease_id, _OWNER)
+        self._settled[self._arena_of[want.group]][slots] = not want.chain.durable
+        if not want.chain.durable:
+            self.not_durable += slots.size
+
+    def _write_oldest(self, arena: int) -> None:
+        """Once a pool is nearly full: write what would be evicted next and has not been written."""
+        settled = self._settled[arena]
+        near = max(1, settled.size // _NEAR_THE_END)
+        if self._store.free_slots(arena) > near:
+            return
+        lease_id, known = self._store.lease_oldest(_OWNER, arena, near)
+        if lease_id is None:
+            return
+        fresh = ~settled[known.slots]
+        pages = []
+        for group in np.unique(known.group[fresh]).tolist():
+            chosen = fresh & (known.group == group)
+            step = self._steps.get(group, 0)
+            chain = Chain.of_pages(self._layout, group, known.keys[chosen], known.spans[chosen], step)
+            blocks = np.arange(int(chosen.sum()), dtype=np.int64)
+            pages.append(self._memory.pages(chain, group, blocks, known.slots[chosen]))
+        settled[known.slots] = True
+        if pages:
+            self._save(pages, lease_id)
+        else:
+            self._release(lease_id)
