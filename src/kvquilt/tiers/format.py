@@ -7,6 +7,7 @@ checked before it is believed: a slot by xxh3-128 over header and payload, the r
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +21,10 @@ __all__ = [
     "FORMAT_VERSION",
     "FileHead",
     "PageHeader",
+    "PageHeaders",
     "entry_dtype",
     "header_bytes",
     "intact_entries",
-    "pack_page",
     "parse_page_header",
     "seal_entries",
     "verify_page",
@@ -109,32 +110,107 @@ class PageHeader:
     spans: bytes
 
 
-def pack_page(header: memoryview, page: PageHeader, payload: memoryview) -> None:
-    """Write the header of `page` with its checks into `header`, whole blocks long."""
-    header[:] = bytes(len(header))
-    _PAGE.pack_into(
-        header,
-        0,
-        PAGE_MAGIC,
-        FORMAT_VERSION,
-        page.group,
-        page.generation,
-        page.payload_bytes,
-        page.key,
-        page.namespace,
-        page.slot,
-        len(page.spans) // 32,
-        0,
+def _page_dtype(span_keys: int) -> np.dtype[np.void]:
+    """A header as an array's element, for whole batches."""
+    fields: list[tuple[str, object, int]] = [
+        ("facts", np.dtype(("u1", (_PAGE_CHECK,))), 0),
+        ("magic", np.dtype("S8"), 0),
+        ("version", np.dtype("<u4"), 8),
+        ("group", np.dtype("<u4"), 12),
+        ("generation", np.dtype("<u8"), 16),
+        ("payload_bytes", np.dtype("<u8"), 24),
+        ("key", np.dtype(("<u8", (4,))), 32),
+        ("namespace", np.dtype(("u1", (32,))), 64),
+        ("slot", np.dtype("<u8"), 96),
+        ("num_spans", np.dtype("<u4"), 104),
+        ("checks", np.dtype(("u1", (len(_NO_CHECKS),))), _PAGE_CHECK),
+        ("spans", np.dtype(("u1", (32 * span_keys,))), _SPANS),
+    ]
+    return np.dtype(
+        {
+            "names": [name for name, _, _ in fields],
+            "formats": [kind for _, kind, _ in fields],
+            "offsets": [offset for _, _, offset in fields],
+            "itemsize": header_bytes(span_keys),
+        }
     )
-    header[_SPANS : _SPANS + len(page.spans)] = page.spans
-    own = xxhash.xxh3_64_intdigest(header)
-    whole = _page_digest(header, payload)
-    header[_PAGE_CHECK:_HEADER_CHECK] = whole
-    struct.pack_into("<Q", header, _HEADER_CHECK, own)
+
+
+class PageHeaders:
+    """Headers of a batch of pages of one group, as they have to be.
+
+    slots: ascending or not, one per page. keys: shape (n, 4). spans: bytes of the hashes inside each block,
+    at most span_keys of 32 bytes.
+    """
+
+    def __init__(
+        self,
+        span_keys: int,
+        namespace: bytes,
+        *,
+        group: int,
+        generation: int,
+        payload_bytes: int,
+        slots: NDArray[np.int64],
+        keys: NDArray[np.uint64],
+        spans: Sequence[bytes],
+    ) -> None:
+        self._dtype = _page_dtype(span_keys)
+        self._facts = np.zeros(len(slots), dtype=self._dtype)
+        facts = self._facts
+        facts["magic"] = PAGE_MAGIC
+        facts["version"] = FORMAT_VERSION
+        facts["group"] = group
+        facts["generation"] = generation
+        facts["payload_bytes"] = payload_bytes
+        facts["key"] = keys
+        facts["namespace"] = np.frombuffer(namespace, dtype=np.uint8)
+        facts["slot"] = slots
+        facts["num_spans"] = len(spans[0]) // 32 if len(slots) else 0
+        if span_keys and len(slots):
+            padded = b"".join(span.ljust(32 * span_keys, b"\0") for span in spans)
+            facts["spans"] = np.frombuffer(padded, dtype=np.uint8).reshape(len(slots), -1)
+
+    def write(self, headers: memoryview, payloads: Sequence[memoryview]) -> None:
+        """Put them with their checks into `headers`, one after another."""
+        size = self._dtype.itemsize
+        np.frombuffer(headers, dtype=self._dtype)[: len(payloads)] = self._facts
+        for i, payload in enumerate(payloads):
+            header = headers[i * size : (i + 1) * size]
+            own = xxhash.xxh3_64_intdigest(header)
+            header[_PAGE_CHECK:_HEADER_CHECK] = _page_digest(header, payload)
+            struct.pack_into("<Q", header, _HEADER_CHECK, own)
+
+    def verify(self, headers: memoryview, payloads: Sequence[memoryview], which: Sequence[int]) -> list[bool]:
+        """For the pages `which`: is what was read, header and payload, the intact page?
+
+        headers, payloads: of all pages of the batch.
+        """
+        size = self._dtype.itemsize
+        facts, spans = self._facts["facts"].tobytes(), self._facts["spans"].tobytes()
+        width = self._dtype["spans"].itemsize
+        verdicts = []
+        for i in which:
+            header = headers[i * size : (i + 1) * size]
+            verdicts.append(
+                header[:_PAGE_CHECK] == facts[i * _PAGE_CHECK : (i + 1) * _PAGE_CHECK]
+                and header[_SPANS : _SPANS + width] == spans[i * width : (i + 1) * width]
+                and _checked_digest(header, payloads[i]) == header[_PAGE_CHECK:_HEADER_CHECK]
+            )
+        return verdicts
 
 
 def _page_digest(header: bytes | memoryview, payload: memoryview) -> bytes:
     digest = xxhash.xxh3_128(header)
+    digest.update(payload)
+    return digest.digest()
+
+
+def _checked_digest(header: bytes | memoryview, payload: memoryview) -> bytes:
+    """The digest of a header that has its checks, taken without them."""
+    digest = xxhash.xxh3_128(header[:_PAGE_CHECK])
+    digest.update(_NO_CHECKS)
+    digest.update(header[_PAGE_CHECK + len(_NO_CHECKS) :])
     digest.update(payload)
     return digest.digest()
 
@@ -161,7 +237,7 @@ def verify_page(header: bytes | memoryview, payload: memoryview, page: PageHeade
         found.slot,
     ) != (page.group, page.generation, page.payload_bytes, page.key, page.namespace, page.slot):
         return False
-    return _page_digest(_unchecked(header), payload) == bytes(header[_PAGE_CHECK:_HEADER_CHECK])
+    return _checked_digest(header, payload) == bytes(header[_PAGE_CHECK:_HEADER_CHECK])
 
 
 def _fields(header: bytes | memoryview) -> PageHeader | None:

@@ -18,7 +18,7 @@ from kvquilt.errors import ConfigError, KVQuiltError, SizingError
 from kvquilt.layout import CacheLayout
 from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.sizing import Partition, SlotPlan, arena_indices, plan_slots
-from kvquilt.store import Chain, Store, Want, arena_span_keys, span_steps
+from kvquilt.store import KEY_BYTES, Chain, Store, Want, arena_span_keys, span_steps
 from kvquilt.tiers.base import GroupTierStats, Loaded, Pages, TierStats
 from kvquilt.tiers.counts import Counts
 from kvquilt.tiers.directory import (
@@ -364,21 +364,21 @@ class NVMeTier:
 
     def _slot_pages(self, pages: Pages, places: IntArray, slots: IntArray) -> list[SlotPage]:
         payload = self.plan.slot_bytes[self.layout.groups[pages.group].name]
-        keys = pages.chain.keys(pages.group)
+        blocks = pages.blocks[places]
+        keys = pages.chain.keys(pages.group)[blocks].tobytes()
         spans = pages.chain.spans(pages.group, self._steps.get(pages.group, 0))
-        out = []
-        for place, slot in zip(places.tolist(), slots.tolist(), strict=True):
-            block, start = int(pages.blocks[place]), int(pages.offsets[place])
-            out.append(
-                SlotPage(
-                    slot,
-                    pages.group,
-                    keys[block].tobytes(),
-                    spans(block),
-                    pages.memory[start : start + payload],
-                )
+        starts = pages.offsets[places].tolist()
+        memory, group = pages.memory, pages.group
+        return [
+            SlotPage(
+                slot,
+                group,
+                keys[i * KEY_BYTES : (i + 1) * KEY_BYTES],
+                spans(block),
+                memory[starts[i] : starts[i] + payload],
             )
-        return out
+            for i, (slot, block) in enumerate(zip(slots.tolist(), blocks.tolist(), strict=True))
+        ]
 
     def load(self, pages: Sequence[Pages], done: Loaded) -> None:
         results = [np.zeros(part.blocks.size, dtype=np.bool_) for part in pages]

@@ -8,13 +8,14 @@ later is caught when the page is read, since header and payload are checked toge
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +27,12 @@ from kvquilt.tiers.format import (
     SLAB_MAGIC,
     TABLE_MAGIC,
     FileHead,
-    PageHeader,
+    PageHeaders,
     entry_dtype,
     header_bytes,
     intact_entries,
-    pack_page,
     parse_page_header,
     seal_entries,
-    verify_page,
 )
 
 __all__ = ["Recovered", "Slab", "SlabFacts", "SlotPage"]
@@ -97,8 +96,7 @@ class SlabFacts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SlotPage:
+class SlotPage(NamedTuple):
     """One page of a batch: its slot, what names it, and its place in host memory."""
 
     slot: int
@@ -136,6 +134,7 @@ class Slab:
         self.fd, self._table, self._stamps = fds
         self._writable = False
         self._files = files
+        self._local = threading.local()
         self._dtype = entry_dtype(facts.span_keys)
 
     @classmethod
@@ -225,55 +224,43 @@ class Slab:
     # ---- pages ----
 
     def write_pages(self, pages: Sequence[SlotPage], generation: int, stamp: int) -> None:
-        """Write each page to its slot, and then all entries. Raises OSError; then no entry is left."""
+        """Write each page of one group to its slot, and then all entries. Raises OSError; then no entry
+        is left."""
         self._write_entries([page.slot for page in pages], None)
+        headers = self._scratch(len(pages))
+        payloads = [page.payload for page in pages]
+        self._headers_of(pages, generation).write(headers, payloads)
         size = self.facts.header_bytes
-        headers = aligned_buffer(size * max(1, len(pages)))
         for run in self._runs(pages):
-            buffers: list[memoryview] = []
-            for i in run:
-                header = headers[i * size : (i + 1) * size]
-                pack_page(header, self._header_of(pages[i], generation), pages[i].payload)
-                buffers += (header, pages[i].payload)
+            buffers = [part for i in run for part in (headers[i * size : (i + 1) * size], payloads[i])]
             self._files.write(self.fd, buffers, self._offset(pages[run[0]].slot))
         self._write_entries([page.slot for page in pages], self._entries_of(pages, generation, stamp))
 
     def read_pages(self, pages: Sequence[SlotPage], generation: int) -> list[bool | None]:
-        """Fill each page's payload: True if it is proven good, False if it is not that page, None if it
-        could not be read. Raises OSError if no page could be read."""
+        """Fill the payloads of pages of one group: True if it is proven good, False if it is not that page,
+        None if it could not be read. Raises OSError if no page could be read."""
         verdicts: list[bool | None] = [None] * len(pages)
         failure: OSError | None = None
-        headers = aligned_buffer(self.facts.header_bytes * max(1, len(pages)))
-        for run in self._runs(pages):
-            parts = [headers[i * self.facts.header_bytes : (i + 1) * self.facts.header_bytes] for i in run]
-            buffers = [b for i, header in zip(run, parts, strict=True) for b in (header, pages[i].payload)]
+        headers = self._scratch(len(pages))
+        payloads = [page.payload for page in pages]
+        wanted = self._headers_of(pages, generation)
+        size = self.facts.header_bytes
+        runs = self._runs(pages)
+        while runs:
+            run = runs.pop()
+            buffers = [part for i in run for part in (headers[i * size : (i + 1) * size], payloads[i])]
             try:
                 self._files.read(self.fd, buffers, self._offset(pages[run[0]].slot))
             except OSError as error:
-                if len(run) > 1:
-                    self._read_one_by_one(pages, run, headers, generation, verdicts)
+                if len(run) > 1:  # one bad block must not take its neighbours with it
+                    runs += [[i] for i in run]
                 failure = error
                 continue
-            for i, header in zip(run, parts, strict=True):
-                verdicts[i] = verify_page(header, pages[i].payload, self._header_of(pages[i], generation))
+            for i, verdict in zip(run, wanted.verify(headers, payloads, run), strict=True):
+                verdicts[i] = verdict
         if failure is not None and all(verdict is None for verdict in verdicts):
             raise failure
         return verdicts
-
-    def _read_one_by_one(
-        self,
-        pages: Sequence[SlotPage],
-        run: list[int],
-        headers: memoryview,
-        generation: int,
-        verdicts: list[bool | None],
-    ) -> None:
-        """One bad block must not take its neighbours with it."""
-        for i in run:
-            header = headers[i * self.facts.header_bytes : (i + 1) * self.facts.header_bytes]
-            with contextlib.suppress(OSError):
-                self._files.read(self.fd, [header, pages[i].payload], self._offset(pages[i].slot))
-                verdicts[i] = verify_page(header, pages[i].payload, self._header_of(pages[i], generation))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Let no later start find these slots' pages: entry and header go. Raises OSError."""
@@ -293,16 +280,25 @@ class Slab:
                 runs.append([i])
         return runs
 
-    def _header_of(self, page: SlotPage, generation: int) -> PageHeader:
-        return PageHeader(
-            page.group,
-            generation,
-            len(page.payload),
-            page.key,
+    def _headers_of(self, pages: Sequence[SlotPage], generation: int) -> PageHeaders:
+        return PageHeaders(
+            self.facts.span_keys,
             self.facts.namespace,
-            page.slot,
-            page.spans,
+            group=pages[0].group,
+            generation=generation,
+            payload_bytes=self.facts.slot_bytes - self.facts.header_bytes,
+            slots=np.asarray([page.slot for page in pages], dtype=np.int64),
+            keys=_joined_keys(pages),
+            spans=[page.spans for page in pages],
         )
+
+    def _scratch(self, pages: int) -> memoryview:
+        """Memory of this thread for the headers of so many pages."""
+        size = pages * self.facts.header_bytes
+        kept: memoryview | None = getattr(self._local, "headers", None)
+        if kept is None or len(kept) < size:
+            kept = self._local.headers = aligned_buffer(size)
+        return kept[:size]
 
     def _offset(self, slot: int) -> int:
         return BLOCK_BYTES + slot * self.facts.slot_bytes
@@ -311,10 +307,10 @@ class Slab:
 
     def _entries_of(self, pages: Sequence[SlotPage], generation: int, stamp: int) -> NDArray[np.void]:
         entries = np.zeros(len(pages), dtype=self._dtype)
-        for entry, page in zip(entries, pages, strict=True):
-            entry["key"] = np.frombuffer(page.key, dtype=np.uint64)
-            entry["group"] = page.group
-            entry["span"] = self._padded_spans(page.spans)
+        entries["key"] = _joined_keys(pages)
+        entries["group"] = pages[0].group
+        if self.facts.span_keys:
+            entries["span"] = [self._padded_spans(page.spans) for page in pages]
         entries["generation"] = generation
         entries["stamp"] = stamp
         seal_entries(entries, np.asarray([page.slot for page in pages], dtype=np.int64))
@@ -421,3 +417,7 @@ class Slab:
             if fd >= 0:
                 os.close(fd)
         self.fd = self._table = self._stamps = -1
+
+
+def _joined_keys(pages: Sequence[SlotPage]) -> NDArray[np.uint64]:
+    return np.frombuffer(b"".join(page.key for page in pages), dtype=np.uint64).reshape(len(pages), 4)
