@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,7 +39,7 @@ class Admission:
 
     optional: groups that a hit may do without, all of them together: the others don't need them.
     usable: slots of each arena that have memory. committed, evicted[reason]: pages per group index.
-    log: hears of every page that becomes visible or goes.
+    log: hears of every page that becomes visible or goes. on_evicted: of (arena, slots) that made room.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Admission:
         self.usable = [0] * len(built.arenas)
         self.committed = np.zeros(groups, dtype=np.int64)
         self.evicted = {reason: np.zeros(groups, dtype=np.int64) for reason in EVICTION_REASONS}
+        self.on_evicted: Callable[[int, IntArray], None] | None = None
         self._layout = layout
         self._log = log
         self._optional = optional
@@ -188,6 +189,8 @@ class Admission:
         lost = out[: kernels.evict(view.slots, lacking, call.floor, out)]
         if self._log is not None:
             self._log.removed(view.slots, lost)
+        if self.on_evicted is not None:
+            self.on_evicted(view.arena, lost)
         groups = view.slots.group[lost]
         self.evicted["room"] += np.bincount(groups, minlength=self.committed.size)
         for group in np.unique(groups):

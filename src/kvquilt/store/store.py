@@ -467,6 +467,12 @@ class Store:
                 kept.append(Reserved(part.view, part.chain, part.blocks[~gone], part.slots[~gone]))
         return replace(ticket, reserved=tuple(kept))
 
+    def watch_evictions(self, evicted: Callable[[int, IntArray], None]) -> None:
+        """Call `evicted(arena, slots)` for pages that make room. It holds the lock: it must be short, and
+        must not call the store."""
+        with self._lock:
+            self._admission.on_evicted = evicted
+
     def free_slots(self, arena: int) -> int:
         """Free slots of an arena, those without memory yet included."""
         with self._lock:

@@ -339,7 +339,7 @@ class NVMeTier:
         slab = opened.slabs[self._arena_of[pages.group]]
         missing = opened.index.missing(pages.chain, pages.group, pages.blocks)
         wanted = np.flatnonzero(missing)
-        room = max(1, self.options.queue_bytes // slab.slot_stride) - self._workers.pages("write")
+        room = (self.options.queue_bytes - self._workers.num_bytes("write")) // slab.slot_stride
         if wanted.size > room:
             self._counts.drop(pages.group, "queue", wanted.size - max(0, room))
             wanted = wanted[: max(0, room)]
@@ -359,7 +359,9 @@ class NVMeTier:
             )
             accepted += grant.slots.size
             ending.hold()
-            self._workers.submit(Batch("write", grant.slots.size, batch.run, batch.drop))
+            self._workers.submit(
+                Batch("write", grant.slots.size, grant.slots.size * slab.slot_stride, batch.run, batch.drop)
+            )
         return accepted
 
     def _slot_pages(self, pages: Pages, places: IntArray, slots: IntArray) -> list[SlotPage]:
@@ -402,7 +404,9 @@ class NVMeTier:
             batch = _Read(self, opened, slab, lease_id, pages, places, blocks, result, ending)
             batch.slot_pages = self._slot_pages(pages, places, slots)
             ending.hold()
-            self._workers.submit(Batch("read", slots.size, batch.run, batch.drop))
+            self._workers.submit(
+                Batch("read", slots.size, slots.size * slab.slot_stride, batch.run, batch.drop)
+            )
 
     def touch(self, chain: Chain, tokens: int) -> None:
         opened = self._usable()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvquilt.errors import KVQuiltError
 from kvquilt.hits import Hit, longest_hit, num_probed_blocks
-from kvquilt.layout import CacheLayout
+from kvquilt.layout import CacheLayout, needed_blocks
 from kvquilt.store import Chain, Gathered, Store, Ticket, Want
 from kvquilt.tiers.base import Pages, Tier
 from kvquilt.tiers.memory import RamMemory
@@ -27,24 +27,26 @@ __all__ = ["Promoter", "Promotion"]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
 _NO_ROOM_TRIES = 4
+_SKIPPED_ASKS = 8  # between two looks of a request that waits for others
 
 
 @dataclass(eq=False)
 class Promotion:
     """What is being brought for one request.
 
-    until: when its time is over. tokens: the boundary that is wanted. room: the longest boundary that
-    host RAM was found to have room for. tickets: reserved slots that are being filled. leases: what
-    was there already. short: it had to be cut since host RAM has no room.
+    until: when its time is over. skip: asks that are answered without another look. room: the longest
+    boundary that host RAM was found to have room for. tickets: reserved slots that are being filled.
+    leases: what was there already. pinned_bytes: of both. short: it had to be cut since host RAM has
+    no room.
     """
 
     until: float
-    tokens: int = 0
+    skip: int = 0
     room: int | None = None
     tries: int = 0
     tickets: set[int] = field(default_factory=set)
     leases: list[int] = field(default_factory=list)
-    awaited: bool = False
+    pinned_bytes: int = 0
     short: bool = False
     over: bool = False
 
@@ -52,8 +54,8 @@ class Promotion:
 class Promoter:
     """Promotions of all requests. Used on one thread; loads end on the tier's threads.
 
-    timeout_seconds: after it a request takes what host RAM has. ended: called after each load,
-    from the tier's threads, e.g. to wake whoever waits.
+    timeout_seconds: after it a request takes what host RAM has. Together promotions pin at most half of
+    host RAM, or one of them whatever it needs; others wait for their turn.
     """
 
     def __init__(
@@ -75,12 +77,13 @@ class Promoter:
         self._owner = "promotion"
         self._promotions: dict[str, Promotion] = {}
         self._ended = threading.Event()
+        self._most_pinned = sum(arena.num_slots * arena.slot_stride for arena in store.arenas) // 2
         self.counts = {"started": 0, "no_room": 0, "timed_out": 0}
         store.register_owner(self._owner, live=True)
 
     def under_way(self) -> bool:
-        """Is anything being brought?"""
-        return any(promotion.tickets for promotion in self._promotions.values())
+        """Does any request wait?"""
+        return any(not promotion.over for promotion in self._promotions.values())
 
     def wait_briefly(self, seconds: float) -> None:
         """Wait until a load ends, at most that long: for an engine that has nothing else to do."""
@@ -90,9 +93,10 @@ class Promoter:
     def waiting(self, request_id: str) -> bool:
         """Are pages on their way that this request waits for? Cheap: the engine asks all the time."""
         promotion = self._promotions.get(request_id)
-        if promotion is None or not promotion.tickets:
+        if promotion is None or promotion.over or not (promotion.tickets or promotion.skip):
             return False
         if self._clock() < promotion.until:
+            promotion.skip = max(0, promotion.skip - 1)
             return True
         self._give_up(promotion)
         return False
@@ -112,18 +116,23 @@ class Promoter:
         optional: groups that the hit may do without.
         """
         promotion = self._promotions.setdefault(request_id, Promotion(self._clock() + self._timeout))
-        if promotion.over or self.waiting(request_id):
-            return not promotion.over
+        if promotion.over:
+            return False
+        if promotion.tickets:
+            return True
         if self._clock() >= promotion.until:
             self._give_up(promotion)
             return False
         while promotion.tries < _NO_ROOM_TRIES:
             limit = num_tokens if promotion.room is None else min(num_tokens, promotion.room + 1)
-            hit, ignore = self._best(chain, limit, local_tokens, optional)
+            hit, ignore = self._best(chain, limit, local_tokens, optional, ram_tokens)
             if hit.tokens <= max(ram_tokens, local_tokens):
                 break
             if self._start(promotion, chain, hit.tokens, local_tokens, ignore):
+                promotion.skip = 0 if promotion.tickets else _SKIPPED_ASKS
                 return True
+            if not promotion.short:
+                break
             promotion.tries += 1
         self._drop(promotion)
         return False
@@ -149,9 +158,16 @@ class Promoter:
             self.forget(request_id)
 
     def _best(
-        self, chain: Chain, num_tokens: int, local_tokens: int, optional: Collection[str]
+        self,
+        chain: Chain,
+        num_tokens: int,
+        local_tokens: int,
+        optional: Collection[str],
+        more_than: int = 0,
     ) -> tuple[Hit, Collection[str]]:
-        presence = self._presence(chain, num_tokens, local_tokens)
+        presence = self._presence(chain, num_tokens, local_tokens, more_than)
+        if presence is None:
+            return Hit(0, None), ()
         best = longest_hit(self._layout, presence, num_tokens, local_tokens=local_tokens)
         if optional and best.limited_by is not None:
             without = longest_hit(
@@ -161,20 +177,30 @@ class Promoter:
                 return without, optional
         return best, ()
 
-    def _presence(self, chain: Chain, num_tokens: int, local_tokens: int) -> dict[str, BoolArray]:
-        """Blocks of each group that are in RAM, in the tier, or being written."""
+    def _presence(
+        self, chain: Chain, num_tokens: int, local_tokens: int, more_than: int
+    ) -> dict[str, BoolArray] | None:
+        """Blocks of each group that are in RAM, in the tier, or being written; None if a dense group shows
+        that no boundary beyond `more_than` can be had."""
         longest = self._layout.max_boundary(num_tokens)
         presence = {}
-        for index, group in enumerate(self._layout.groups):
+        order = sorted(range(len(self._layout.groups)), key=lambda i: not self._layout.groups[i].dense)
+        for index in order:
+            group = self._layout.groups[index]
             if self._store.arena_of[index] < 0:
                 continue
             last = min(num_probed_blocks(group, longest), chain.num_blocks(index))
             first = min(local_tokens // group.tokens_per_block, last)
-            there = np.zeros(last, dtype=np.bool_)
+            there = np.ones(last, dtype=np.bool_)
             blocks = np.arange(first, last, dtype=np.int64)
             there[first:] = ~self._store.missing(chain, index, blocks)
             there[first:] |= self._tier.present(chain, index, first, last)
             presence[group.name] = there
+            if group.dense and not group.draft:
+                holes = np.flatnonzero(~there)
+                reach = (int(holes[0]) if holes.size else last) * group.tokens_per_block
+                if reach <= more_than:
+                    return None
         return presence
 
     def _start(
@@ -185,23 +211,35 @@ class Promoter:
         gathered = self._store.gather(self._owner, chain, tokens, local_tokens=local_tokens, ignore=ignore)
         if gathered.lease_id is not None:
             promotion.leases.append(gathered.lease_id)
-        promotion.tokens = tokens
         if not gathered.missing:
-            return bool(gathered.awaited)
+            return True  # it is being written, or has become visible just now
+        promotion.pinned_bytes = self._needed_bytes(tokens, local_tokens, ignore)
+        others = sum(p.pinned_bytes for p in self._promotions.values() if p is not promotion)
+        if others and others + promotion.pinned_bytes > self._most_pinned:
+            self._release(promotion)  # its turn comes when the others have what they need
+            return True
         ticket = self._store.reserve(
             self._owner, [Want(chain, group, blocks) for group, blocks in gathered.missing]
         )
         if ticket.skipped_full:
-            self._make_do(promotion, chain, ticket, gathered, tokens)
+            self._make_do(promotion, ticket, gathered, tokens)
             return False
-        if ticket.ticket_id is None:
-            return bool(gathered.awaited)
-        self._load(promotion, chain, ticket, gathered)
+        if ticket.ticket_id is not None:
+            self._load(promotion, chain, ticket, gathered)
         return True
 
-    def _make_do(
-        self, promotion: Promotion, chain: Chain, ticket: Ticket, gathered: Gathered, tokens: int
-    ) -> None:
+    def _needed_bytes(self, tokens: int, local_tokens: int, ignore: Collection[str]) -> int:
+        """Bytes of the slots that a boundary needs beyond what the engine holds."""
+        total = 0
+        for index, group in enumerate(self._layout.groups):
+            arena = self._store.arena_of[index]
+            if arena >= 0 and group.name not in ignore:
+                lo, hi = needed_blocks(group, tokens)
+                blocks = hi - max(lo, local_tokens // group.tokens_per_block)
+                total += max(0, int(blocks)) * self._store.arenas[arena].slot_stride
+        return total
+
+    def _make_do(self, promotion: Promotion, ticket: Ticket, gathered: Gathered, tokens: int) -> None:
         """RAM had no room for all: give the slots back and aim at a shorter boundary."""
         if ticket.ticket_id is not None:
             self._store.abort(ticket.ticket_id, self._owner)
@@ -261,6 +299,7 @@ class Promoter:
 
     def _release(self, promotion: Promotion) -> None:
         leases, promotion.leases = promotion.leases, []
+        promotion.pinned_bytes = 0
         for lease_id in leases:
             with contextlib.suppress(KVQuiltError):
                 self._store.release(lease_id, self._owner)

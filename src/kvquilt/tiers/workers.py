@@ -20,11 +20,12 @@ Kind = Literal["read", "write"]
 class Batch:
     """Work for one thread: `run` does it, `drop` ends it undone; one of them is called, once.
 
-    pages: what it counts for in the queue.
+    pages, num_bytes: what it counts for in the queue.
     """
 
     kind: Kind
     pages: int
+    num_bytes: int
     run: Callable[[], None]
     drop: Callable[[], None]
     queued_at: float = field(default_factory=time.monotonic)
@@ -40,6 +41,7 @@ class Workers:
         self._changed = threading.Condition()
         self._queues: dict[Kind, deque[Batch]] = {"read": deque(), "write": deque()}
         self._pages: dict[Kind, int] = {"read": 0, "write": 0}
+        self._bytes: dict[Kind, int] = {"read": 0, "write": 0}
         self._busy: dict[int, tuple[Kind, float]] = {}
         self._writers = max(1, count - 1)
         self._closed = False
@@ -57,6 +59,7 @@ class Workers:
             if not closed:
                 self._queues[batch.kind].append(batch)
                 self._pages[batch.kind] += batch.pages
+                self._bytes[batch.kind] += batch.num_bytes
                 self._changed.notify()
         if closed:
             batch.drop()
@@ -64,6 +67,10 @@ class Workers:
     def pages(self, kind: Kind) -> int:
         """Pages queued or under way."""
         return self._pages[kind]
+
+    def num_bytes(self, kind: Kind) -> int:
+        """Bytes queued or under way."""
+        return self._bytes[kind]
 
     def oldest_start(self) -> float | None:
         """`time.monotonic` at which the longest running batch began; None if none runs."""
@@ -123,4 +130,5 @@ class Workers:
     def _ended(self, batch: Batch) -> None:
         with self._changed:
             self._pages[batch.kind] -= batch.pages
+            self._bytes[batch.kind] -= batch.num_bytes
             self._changed.notify_all()

@@ -28,8 +28,9 @@ class WriteBack:
     """Hears of every commit, and offers pages to the tier while a lease keeps them where they are.
 
     when: "through": at once; "evicted": when they are about to be evicted, so only those that leave RAM.
-    Pages whose chain is not durable stay in RAM. A page that is not accepted is dropped: the tier
-    counts it. Used by whoever commits, on one thread; leases end on the tier's threads.
+    Pages whose chain is not durable stay in RAM (`not_durable` counts them). A page that is not accepted
+    is dropped: the tier counts it; one that was evicted before it could be offered is in
+    `left_unwritten`. Used by whoever commits, on one thread; leases end on the tier's threads.
     """
 
     def __init__(
@@ -52,7 +53,10 @@ class WriteBack:
         self.not_durable = 0
         # Slots whose page need not be written: it was, or may not be. New pages clear the mark.
         self._settled = [np.zeros(arena.num_slots, dtype=np.bool_) for arena in store.arenas]
+        self.left_unwritten = 0
         store.register_owner(_OWNER, live=True)
+        if when == "evicted":
+            store.watch_evictions(self._evicted)
 
     def committed(self, wants: Sequence[Want]) -> None:
         """These pages have become visible in RAM."""
@@ -67,6 +71,9 @@ class WriteBack:
             self._mark(want)
         for arena in range(len(self._settled)):
             self._write_oldest(arena)
+
+    def _evicted(self, arena: int, slots: NDArray[np.int64]) -> None:
+        self.left_unwritten += int(np.count_nonzero(~self._settled[arena][slots]))
 
     def _offer(self, chain: Chain, group: int, blocks: NDArray[np.int64]) -> None:
         lease_id, held, slots = self._store.lease_blocks(_OWNER, chain, group, blocks)

@@ -18,6 +18,10 @@ __all__ = ["Below", "DataParallelRank"]
 IDLE_SECONDS = 0.001
 """How long an engine with nothing else to do waits for a disk before it asks again."""
 
+MOST_QUEUED_BYTES = 256 << 20
+RAM_SHARE = 8
+"""Writes may queue up to this part of host RAM, since what is queued can't be evicted."""
+
 DataParallelRank = tuple[int, int]
 """(index, number of ranks)."""
 
@@ -56,6 +60,7 @@ class Below:
                 reclaim=options.disk_reclaim,
                 dp_rank=rank[0],
                 dp_size=rank[1],
+                queue_bytes=min(MOST_QUEUED_BYTES, options.budget_bytes // RAM_SHARE),
             ),
             num_ranks=plan.num_ranks,
             partition=plan.partition,
@@ -99,6 +104,11 @@ class Below:
     def not_durable(self) -> int:
         """Pages that were kept off the disk because of their adapter."""
         return self._write_back.not_durable if self._write_back is not None else 0
+
+    @property
+    def left_unwritten(self) -> int:
+        """Pages that left host RAM before they could be offered to the disk."""
+        return self._write_back.left_unwritten if self._write_back is not None else 0
 
     def stats(self) -> TierStats:
         """Counters and levels of the tier."""

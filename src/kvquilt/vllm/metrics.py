@@ -183,6 +183,7 @@ class DiskLevels:
         """Gauges of now."""
         stats = below.stats()
         self._more("disk_dropped_pages", "lora", below.not_durable)
+        self._more("disk_dropped_pages", "evicted", below.left_unwritten)
         for outcome, number in below.promoter.counts.items():
             self._more("disk_promotions", outcome, number)
         dropped: defaultdict[str, int] = defaultdict(int)
