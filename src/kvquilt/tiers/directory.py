@@ -19,7 +19,8 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,13 +64,15 @@ class ManifestArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What lies beside the slabs. generation: pages of any other are forgotten."""
+    """What lies beside the slabs. generation: pages of any other are forgotten. planned_bytes: what all
+    files of the namespace take when the slabs have grown to their full length."""
 
     format_version: int
     generation: int
     digest: str
     partition: str
     num_ranks: int
+    planned_bytes: int
     arenas: list[ManifestArena]
     namespace: NamespaceFactors
 
@@ -115,6 +118,7 @@ class Claim:
         self.manifest = manifest
         self._lock_fd = lock_fd
         self._files = files
+        _claims.add(self)
 
     def still_there(self) -> bool:
         """Is the directory still the one that was claimed?"""
@@ -140,20 +144,36 @@ class Claim:
             self._lock_fd = -1
 
 
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    # A forked child shares the lock, and would keep it when this process is killed. To close the child's
+    # descriptor leaves the parent's lock alone.
+    for claim in list(_claims):
+        with contextlib.suppress(OSError):
+            os.close(claim._lock_fd)
+        claim._lock_fd = -1
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 def claim_namespace(
     root: Path,
     wanted: Manifest,
     *,
-    needed_bytes: int,
+    lengths: Mapping[str, int],
     disk_bytes: int,
     reclaim: Reclaim,
     dp_rank: int = 0,
     files: Files,
 ) -> Claim:
-    """Take the directory of `wanted.digest` under `root`, and make room for `needed_bytes` in it.
+    """Take the directory of `wanted.digest` under `root`, and make room for what it plans to take.
 
-    wanted: with the generation of a new directory. Others' namespaces go, the one least recently used
-    first, until all of `root` fits `disk_bytes` ("auto"); never one that a live engine holds.
+    wanted: with the generation of a new directory. lengths: of its files, by name: longer ones are cut.
+    Others' namespaces go, the one least recently used first, until all of `root` fits `disk_bytes`
+    ("auto"); never one that a live engine holds.
 
     Raises ConfigError for a root that others could write to, a namespace in use, or room that cannot
     be made; OSError for what the medium does.
@@ -171,8 +191,10 @@ def claim_namespace(
             )
         try:
             _sweep(root, path)
-            _make_room(root, path, needed_bytes, disk_bytes, reclaim)
+            _make_room(root, path, wanted.planned_bytes, disk_bytes, reclaim)
             manifest = _settle_manifest(path, wanted, files)
+            for name, length in lengths.items():
+                _cut(path / name, length)
         except BaseException:
             os.close(lock_fd)
             raise
@@ -288,10 +310,14 @@ def _sweep(root: Path, own: Path) -> None:
 
 
 def _make_room(root: Path, own: Path, needed: int, disk_bytes: int, reclaim: Reclaim) -> None:
+    found = [one for one in list_namespaces(root) if one.path != own]
+    free = [one for one in found if not is_locked(one.path)]
     others = tree_bytes(root) - tree_bytes(own)
+    for one in found:
+        if one not in free and one.manifest is not None:  # it may still be growing
+            others += max(0, one.manifest.planned_bytes - one.num_bytes)
     if others + needed <= disk_bytes:
         return
-    free = [one for one in list_namespaces(root) if one.path != own and not is_locked(one.path)]
     freeable = sum(one.num_bytes for one in free)
     if reclaim == "refuse" or others - freeable + needed > disk_bytes:
         raise ConfigError(
@@ -311,6 +337,12 @@ def _make_room(root: Path, own: Path, needed: int, disk_bytes: int, reclaim: Rec
         )
         shutil.rmtree(one.path)
         others -= one.num_bytes
+
+
+def _cut(path: Path, length: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if os.lstat(path).st_size > length:
+            os.truncate(path, length)
 
 
 def _settle_manifest(path: Path, wanted: Manifest, files: Files) -> Manifest:

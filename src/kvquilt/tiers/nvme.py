@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -167,15 +168,17 @@ class NVMeTier:
         spans = self._span_keys[index]
         return SlabFacts(index, name, num_slots, payload_bytes + header_bytes(spans), spans, self._digest)
 
-    def _wanted_manifest(self) -> tuple[Manifest, int]:
-        """The manifest of a new directory, and the bytes that all files take."""
+    def _wanted_manifest(self) -> tuple[Manifest, dict[str, int]]:
+        """The manifest of a new directory, and the lengths of its files."""
         arenas, total = [], 0
+        lengths: dict[str, int] = {}
         for index in self._span_keys:
             inside = [i for i, arena in enumerate(self._arena_of) if arena == index]
             names = [self.layout.groups[i].name for i in inside]
             slots = sum(self.plan.slots[name] for name in names)
             facts = self._facts(index, f"arena{index:02d}", slots, self.plan.slot_bytes[names[0]])
             total += facts.total_bytes
+            lengths |= facts.lengths
             arenas.append(
                 ManifestArena(
                     facts.name,
@@ -191,10 +194,13 @@ class NVMeTier:
             self._digest.hex(),
             self._partition,
             self._num_ranks,
+            0,
             arenas,
             self._namespace,
         )
-        return manifest, total + 3 * len(manifest.encode()) + 2 * BLOCK_BYTES
+        # A draft beside the old one, and the planned size written out.
+        total += 3 * (len(manifest.encode()) + BLOCK_BYTES)
+        return msgspec.structs.replace(manifest, planned_bytes=total), lengths
 
     def _try_open(self) -> None:
         """Open the directory; what the medium refuses switches the tier off. Raises ConfigError."""
@@ -207,7 +213,7 @@ class NVMeTier:
             self._opened = opened
 
     def _open(self) -> _Opened:
-        manifest, needed = self._wanted_manifest()
+        manifest, lengths = self._wanted_manifest()
         writable = self.options.write != "never"
         root = self.options.path
         claim: Claim | None = None
@@ -215,7 +221,7 @@ class NVMeTier:
             claim = claim_namespace(
                 root,
                 manifest,
-                needed_bytes=needed,
+                lengths=lengths,
                 disk_bytes=self.options.num_bytes,
                 reclaim=self.options.reclaim,
                 dp_rank=self.options.dp_rank,

@@ -81,12 +81,15 @@ class SlabFacts:
         return 8 * self.num_slots
 
     @property
+    def lengths(self) -> dict[str, int]:
+        """Bytes of each file by its name."""
+        sizes = {"slab": self.slab_bytes, "table": self.table_bytes, "stamps": self.stamps_bytes}
+        return {f"{self.name}.{kind}": size for kind, size in sizes.items()}
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all three files on a disk that gives space in blocks of 4 KiB."""
-        return sum(
-            -(-size // BLOCK_BYTES) * BLOCK_BYTES
-            for size in (self.slab_bytes, self.table_bytes, self.stamps_bytes)
-        )
+        return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in self.lengths.values())
 
     def head(self, magic: bytes) -> FileHead:
         """First block of the slab or the table."""
