@@ -259,7 +259,8 @@ def test_b57_a_seed_drawn_per_process_is_never_found_by_another(
     one = tier(drawn, num_bytes=4 * MIB, dp_size=2)
     save(one)
     one.close()
-    assert found(again := tier(drawn, num_bytes=4 * MIB, dp_size=2)) == 10
+    again = tier(drawn, num_bytes=4 * MIB, dp_size=2)
+    assert found(again) == 10
     again.close()
     monkeypatch.setattr("kvquilt.layout.namespace._PROCESS_NONCE", "what another process has drawn")
     assert found(tier(drawn, num_bytes=4 * MIB, dp_size=2)) == 0
