@@ -152,6 +152,22 @@ def test_full_blocks_ahead_of_the_engines_states_are_not_loaded_again() -> None:
         q.check_end()
 
 
+def test_full_groups_of_which_one_lags_are_not_taken_for_equally_far() -> None:
+    """The engine would tell how far its first full group is; the second has lost what it held past 256."""
+    with Quilt([full(64), full(64, bytes_per_token=24), states(64, 256)]) as q:
+        prompt = tokens(1, 650)
+        q.serve(prompt)
+        q.forget()
+        q.serve(prompt[:512] + tokens(2, 100), skip_reading_prefix_cache=True)
+        pool = q.h.block_pool
+        for key in q.request(prompt).block_hashes[4:8]:
+            pool.evict_blocks({block.block_id for block in pool.get_cached_block(key, [1])})
+        record = q.serve(prompt, max_tokens=3)
+        assert (record.local_hit, record.external_hit) == (0, 640)
+        assert q.count("load_failures") == 0
+        q.check_end()
+
+
 def test_where_only_less_can_be_resumed_the_engine_is_made_to_ask_again() -> None:
     """Its full group holds 512 tokens, but the only state is ours, at 256."""
     with Quilt([full(64), states(64, 256)]) as q:

@@ -20,12 +20,14 @@ class DivergentHits:
     no state beyond it and one below, then that answer could not be given: the engine has to ask
     that request again with what all its groups hold.
 
-    Only for models of full and recurrent groups: elsewhere windows could be behind, too.
+    Only for models of one full group and recurrent ones: the engine tells how far its first full group
+    is, and elsewhere windows, or another full group, could be behind.
     """
 
     def __init__(self, finder: Finder, layout: CacheLayout, *, wanted: bool) -> None:
         self._finder = finder
-        self._possible = wanted and {g.kind for g in layout.cacheable_groups} == {"full", "recurrent"}
+        kinds = [group.kind for group in layout.cacheable_groups]
+        self._possible = wanted and set(kinds) == {"full", "recurrent"} and kinds.count("full") == 1
         self._asking_again: set[str] = set()
         self._manager: KVCacheManager | None = None
 

@@ -343,7 +343,7 @@ class LoadBook:
                 continue
             lo, hi = needed_blocks(group, tokens)
             lo = max(lo, local_tokens // group.tokens_per_block)
-            self._check_extra(group.name, tables[index], local_tokens // group.tokens_per_block, lo)
+            self._check_extra(group.name, tables[index], lo)
             page = ranges.get(index)
             if hi <= lo:
                 continue
@@ -366,9 +366,10 @@ class LoadBook:
         return _Pages.of(loaded, zeroed)
 
     @staticmethod
-    def _check_extra(name: str, table: Sequence[KVCacheBlock], first: int, lo: int) -> None:
-        """A block that the engine expects and that we would not fill must not pass as loaded."""
-        if any(not b.is_null and b.block_hash is None for b in table[first:lo]):
+    def _check_extra(name: str, table: Sequence[KVCacheBlock], lo: int) -> None:
+        """A block that the engine expects and that we would not fill must not pass as loaded, be it below
+        the local length: that may be the length of another group."""
+        if any(not b.is_null and b.block_hash is None for b in table[:lo]):
             raise TransferError(
                 f"cache group {name!r}: the engine expects blocks before block {lo}, the first that is needed"
             )
