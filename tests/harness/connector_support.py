@@ -74,6 +74,17 @@ KINDS: dict[str, list[GroupShape]] = {
     "mtp with a window": [full(32), sliding(16, 40, extra_tokens=2, draft=True, drafter="numbered")],
     "eagle, no group flagged": [full(32), sliding(16, 40), full(32, drafter="numbered")],
     "draft model": [sliding(64, 64), full(32), full(128, drafter="draft_model", bytes_per_token=16)],
+    "states, draft model": [
+        full(64, bytes_per_token=16),
+        states(64, 1024, num_layers=2),
+        full(32, drafter="draft_model", bytes_per_token=16),
+    ],
+    "small states, mtp": [
+        states(16, 64),
+        full(16),
+        full(16, draft=True, drafter="mtp", bytes_per_token=16),
+    ],
+    "sliding, states, eagle": [full(32), sliding(32, 64), states(64, 128), full(32, drafter="numbered")],
     "scratch ring": [full(32), GroupShape("ring", 16), sliding(16, 40)],
     "scratch replay": [full(32, num_layers=2), GroupShape("replay", 16, window=64)],
     "unequal layers": [full(32, layer_bytes=(8, 24, 16)), sliding(16, 40)],
@@ -87,6 +98,9 @@ SPECULATION = {
     "mtp with a window": "mtp",
     "eagle, no group flagged": "eagle",
     "draft model": "draft_model",
+    "states, draft model": "draft_model",
+    "small states, mtp": "mtp",
+    "sliding, states, eagle": "eagle",
 }
 
 

@@ -12,7 +12,8 @@ from harness.dict_connector import LIES, STORES, DictConnector
 from harness.helpers import FULL_AND_SLIDING, LAYOUTS, dict_harness, plain, tokens
 from kvquilt.layout import needed_blocks
 from kvquilt.testing.harness_records import Hang, LeakError
-from kvquilt.testing.sim_model import StrayWrite, WrongKV
+from kvquilt.testing.sim_memory import StrayWrite
+from kvquilt.testing.sim_model import WrongKV
 from kvquilt.testing.sim_shapes import GroupShape, HarnessError
 
 

@@ -26,16 +26,21 @@ SHAPES: dict[str, list[GroupShape]] = {
     "two windows, unequal layers": [full(32, layer_bytes=(16, 8)), sliding(16, 20), sliding(32, 64)],
     "states": [full(32), states(32, 64), sliding(32, 50)],
     "states only in full blocks": [full(32, num_layers=2), states(32, 128)],
+    "states beside a draft model": [full(32), states(32, 64), full(32, drafter="draft_model")],
+    "states beside heads": [states(16, 64), full(16), full(16, draft=True, drafter="mtp")],
 }
+DRAFTS = {"states beside a draft model": "draft_model", "states beside heads": "mtp"}
 
 
 class Overlapped:
     """An engine whose model and copies take time, and clients at random.
 
+    name: of SHAPES.
     unordered: copies do not wait for the model's stream (to see that this is noticed).
     """
 
-    def __init__(self, shapes: list[GroupShape], seed: int, *, unordered: bool = False) -> None:
+    def __init__(self, name: str, seed: int, *, unordered: bool = False) -> None:
+        shapes = SHAPES[name]
         self.random = random.Random(seed)
         self.device = FakeDevice(seed, steps_per_look=6, ignore_waits=unordered)
         self.copier: CudaCopier | None = None
@@ -49,7 +54,9 @@ class Overlapped:
             if when == "made":
                 connector.worker_side._factory = factory
 
-        blocks = 1 + sum(-(-400 // shape.tokens_per_block) + shape.spare_blocks for shape in shapes)
+        drafts = 4 if name in DRAFTS else 0
+        spare = sum(shape.spare_blocks + drafts for shape in shapes)
+        blocks = 1 + spare + sum(-(-400 // shape.tokens_per_block) for shape in shapes)
         self.quilt = Quilt(
             shapes,
             prepare=prepare,
@@ -60,6 +67,8 @@ class Overlapped:
             runner=self.random.choice(["v1", "v2"]),
             retention_interval=self.random.choice([0, None]),
             load_failure_policy="recompute",
+            speculation=DRAFTS.get(name),
+            num_draft_tokens=drafts,
         )
         self.quilt.h.engine.workers[0].device = device
         self.prompts = [tokens(n, 300) for n in range(2)]
@@ -107,10 +116,10 @@ class Overlapped:
 @pytest.mark.parametrize("name", SHAPES)
 def test_b78_no_read_before_the_writer_and_no_overwrite_before_the_reader(name: str) -> None:
     """B78: hashes come a step late, windows drop blocks that the running step still reads, and loads
-    take them. Altogether 100 schedules; KVQUILT_STRESS=10 makes it 1,000."""
+    take them. Altogether 100 schedules or more; KVQUILT_STRESS=10 makes it 1,000."""
     hits = 0.0
     for engine in range(-(-100 * MORE // (len(SHAPES) * SCHEDULES_PER_ENGINE))):
-        run = Overlapped(SHAPES[name], engine)
+        run = Overlapped(name, engine)
         with run.quilt:
             for number in range(SCHEDULES_PER_ENGINE):
                 run.schedule()
@@ -124,7 +133,7 @@ def test_without_order_between_streams_it_is_noticed() -> None:
     """The test above can fail."""
     seen: list[str] = []
     for seed in range(4):
-        run = Overlapped(SHAPES["window"], seed, unordered=True)
+        run = Overlapped("window", seed, unordered=True)
         with run.quilt:
             try:
                 for _ in range(10):

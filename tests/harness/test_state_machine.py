@@ -143,7 +143,7 @@ def test_a_thousand_random_requests() -> None:
 
 
 def test_random_requests_over_all_kinds_and_every_hit_is_the_brute_force_one() -> None:
-    """Twenty layouts of all kinds; KVQUILT_STRESS=20 makes it 10,000 requests."""
+    """Twenty-three layouts of all kinds; KVQUILT_STRESS=20 makes it 10,000 requests."""
     totals: Counter[str] = Counter()
     for seed in range(len(KINDS) * MORE):
         totals.update(random_traffic(1_000 + seed, 25, sorted(KINDS)[seed % len(KINDS)]))

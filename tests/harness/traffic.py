@@ -14,6 +14,7 @@ from kvquilt.testing.faults import CopyPlan, MethodFault, full_store
 from kvquilt.vllm.scheduler import SchedulerSide
 
 MAX_TOKENS = 510
+NUM_DRAFTS = 3
 BASES = [tokens(seed, 600) for seed in range(3)]
 
 COPY_FAULTS: list[dict[str, float]] = [
@@ -82,8 +83,10 @@ def fault_targets(quilt: Quilt) -> list[tuple[Any, str]]:
 
 def blocks_of_longest(name: str) -> int:
     """The engine starts only if its pool can hold one request of the greatest length."""
-    groups, _ = engine_of(name)
-    return 1 + sum(-(-MAX_TOKENS // group.tokens_per_block) + group.spare_blocks for group in groups)
+    groups, options = engine_of(name)
+    drafts = NUM_DRAFTS if options else 0  # of these a recurrent group keeps a state each
+    spare = sum(group.spare_blocks + drafts for group in groups)
+    return 1 + spare + sum(-(-MAX_TOKENS // group.tokens_per_block) for group in groups)
 
 
 def make(draw: random.Random, name: str) -> Quilt:
@@ -126,13 +129,14 @@ def new_quilt(
         max_num_batched_tokens=draw.choice([64, 200, 1024]) if not recurrent else draw.choice([128, 1024]),
         enable_prefix_caching=draw.random() < 0.8 or recurrent,
         retention_interval=draw.choice([0, None]),
-        async_scheduling=draw.random() < 0.4 and not options,
+        async_scheduling=draw.random() < 0.4,
         draft=draw.choice(["best_effort", "best_effort", "required"]),
         runner=draw.choice(["v1", "v1-deferred", "v2"]),
         num_ranks=ranks,
         multi=multi is not False,
         multi_connector=multi,
         load_failure_policy="recompute",
+        num_draft_tokens=NUM_DRAFTS,
         **options,
     )
 

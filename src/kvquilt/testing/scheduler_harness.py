@@ -51,7 +51,8 @@ class SchedulerHarness:
     `kv_transfer_config` mappings adds these after it.
     load_failure_policy: the engine's `kv_load_failure_policy`; None leaves its default.
     kv_events: the engine's `kv_events_config`; None for none.
-    speculation, num_draft_tokens: drafts are proposed and verified; some are wrong.
+    speculation, num_draft_tokens: drafts are proposed and verified; some are wrong. Recurrent groups
+    then keep a state for each.
     on_worker: called with (rank, connector) of each worker after construction and again after
     `register_kv_caches`, with "made" or "registered" as third argument; the place for faults.
 

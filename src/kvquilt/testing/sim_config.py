@@ -8,7 +8,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,10 +113,13 @@ class EngineConfig:
         self._states = [group.tokens_per_block for group in self.groups if group.kind == "recurrent"]
         if self._states and not self.enable_prefix_caching:
             raise ValueError("enable_prefix_caching=False: recurrent groups keep no blocks then")
-        if self.speculation and self.async_scheduling:
-            raise ValueError("async_scheduling=True: simulated drafts need their step's result first")
-        if self.speculation and self._states:
-            raise ValueError(f"speculation={self.speculation!r}: not simulated for recurrent groups")
+        if self.speculation:
+            if any(group.state_mode == "all" for group in self.groups if group.kind == "recurrent"):
+                raise ValueError(f"speculation={self.speculation!r}: not simulated for state_mode 'all'")
+            self.groups = [
+                replace(group, spare_states=self.num_draft_tokens) if group.kind == "recurrent" else group
+                for group in self.groups
+            ]
         self.vllm = self._vllm_config()
         self.worker_kv_cache = self._kv_cache_config()
         self.kv_cache = self._scheduler_kv_cache_config()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from kvquilt.testing.harness_records import BlockWatch
 from kvquilt.testing.sim_config import EngineConfig
-from kvquilt.testing.sim_model import SimMemory
+from kvquilt.testing.sim_memory import SimMemory
 from kvquilt.testing.sim_worker import RunnerKind, SimWorker
 
 __all__ = ["OnWorker", "SimEngine", "kv_transfer_options"]
@@ -37,6 +37,8 @@ class SimEngine:
         admitted: Callable[[str, int, int, bool, bool], None],
     ) -> None:
         self.config = config
+        if config.speculation is not None and runner == "v1":
+            runner = "v1-deferred"
         self.hasher = _request_hasher(config)
         self.workers: list[SimWorker] = []
         self.scheduler: Any = None
@@ -100,14 +102,14 @@ class SimEngine:
             fence()
         self._raise_errors()
         outputs = scheduler.update_from_output(scheduled, output)
-        if self.config.speculation is not None and computed:
+        if self.config.speculation is not None and computed and not self.config.async_scheduling:
             self._take_drafts()
         return computed, [item for client in outputs.values() for item in client.outputs]
 
     def _take_drafts(self) -> None:
         from vllm.v1.outputs import DraftTokenIds
 
-        drafts = self.workers[0].propose(self.config.num_draft_tokens)
+        drafts = self.workers[0].drafts()
         self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def check_memory(self) -> None:

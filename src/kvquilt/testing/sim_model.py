@@ -1,4 +1,4 @@
-"""A simulated model: KV memory laid out as in the engine, and a forward pass that checks it.
+"""A simulated model: a forward pass over simulated KV memory that checks it.
 
 Instead of attention, the forward pass writes a fingerprint of each computed token and compares
 every entry that attention would read with the fingerprint that must be there. Wrong, stale, missing
@@ -9,129 +9,21 @@ model's output would not have changed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvquilt.testing.sim_fingerprint import (
-    POISON,
-    TokenHashes,
-    fingerprints,
-    layer_constants,
-    next_token,
-)
+from kvquilt.testing.sim_fingerprint import POISON, TokenHashes, fingerprints, next_token
+from kvquilt.testing.sim_memory import SimLayer, SimMemory
 from kvquilt.testing.sim_shapes import GroupShape, HarnessError
+from kvquilt.testing.sim_states import Running, StateStep, plan_states
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["SimMemory", "SimModel", "SimRequest", "StrayWrite", "WrongKV"]
+__all__ = ["SimModel", "SimRequest", "WrongKV"]
 
 
 class WrongKV(HarnessError):
     """Attention would have read KV that is not the request's own."""
-
-
-class StrayWrite(HarnessError):
-    """Something wrote to a block that nobody holds, or to the null block."""
-
-
-@dataclass(frozen=True)
-class SimLayer:
-    """One layer's pages in the shared allocation.
-
-    words: view of shape (num_blocks, entries of a block, words of an entry): an entry is a token's
-    KV, or the one state of a recurrent block.
-    tensor: the engine's view of the same bytes, shape (num_blocks, 1, entries, width).
-    """
-
-    name: str
-    group: int
-    words: NDArray[np.uint64]
-    tensor: torch.Tensor
-    constants: NDArray[np.uint64]
-
-
-class SimMemory:
-    """The KV memory of one rank: one allocation that all groups share, as the engine lays it out.
-
-    config: the engine's KVCacheConfig, with its `kv_cache_tensors` filled in.
-    """
-
-    def __init__(self, config: Any, shapes: Sequence[GroupShape], rank: int) -> None:
-        import torch
-        from vllm.v1.kv_cache_interface import create_kv_cache_views
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
-        self.rank = rank
-        self.num_blocks: int = config.num_blocks
-        size = max(tensor.size for tensor in config.kv_cache_tensors)
-        self._raw = torch.full((size // 8,), int(POISON.astype(np.int64)), dtype=torch.int64)
-        raw_words = self._raw.numpy().view(np.uint64)
-        self.layers: list[SimLayer] = []
-        group_of = {name: i for i, g in enumerate(config.kv_cache_groups) for name in g.layer_names}
-        for place in config.kv_cache_tensors:
-            index = group_of[place.layers[0]]
-            shape, group = shapes[index], config.kv_cache_groups[index]
-            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(
-                place.layers[0], group.kv_cache_spec
-            )
-            layout = KVCacheLayout[config.kv_cache_layout]
-            views = create_kv_cache_views(self._raw.view(torch.int8), spec, self.num_blocks, layout, place)
-            for i, (name, tensor) in enumerate(zip(place.layers, views, strict=True)):
-                number = group.layer_names.index(name)
-                entry = shape.layer_entry_bytes(number)
-                words = np.lib.stride_tricks.as_strided(
-                    raw_words[(place.offset + i * place.layer_stride) // 8 :],
-                    shape=(self.num_blocks, shape.layer_page_bytes(number) // entry, entry // 8),
-                    strides=(place.block_stride, entry, 8),
-                )
-                constants = layer_constants(index, number, 0 if shape.replicated else rank, entry // 8)
-                self.layers.append(SimLayer(name, index, words, tensor, constants))
-        # Blocks that nobody holds and whose contents nobody may read; the null block always is one.
-        self._idle = np.zeros(self.num_blocks, dtype=bool)
-        self._idle[0] = True
-
-    @property
-    def kv_caches(self) -> dict[str, torch.Tensor]:
-        """What `register_kv_caches` takes: one tensor per layer, all over one storage."""
-        return {layer.name: layer.tensor for layer in self.layers}
-
-    def recycle(self, fresh: Iterable[int], freed: Iterable[int]) -> None:
-        """Poison blocks that were handed out (`fresh`) or given back without a hash (`freed`).
-
-        Raises StrayWrite if a block was written while nobody held it.
-        """
-        fresh_ids = np.fromiter(fresh, dtype=np.int64)
-        freed_ids = np.fromiter(freed, dtype=np.int64)
-        self.check_idle(fresh_ids[self._idle[fresh_ids]])
-        changed = np.concatenate([fresh_ids, freed_ids])
-        for layer in self.layers:
-            layer.words[changed] = POISON
-        self._idle[fresh_ids] = False
-        self._idle[freed_ids] = True
-
-    def prepare(self, zero: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """What the scheduler wants done before a forward pass: blocks zeroed, then (from, to) copied."""
-        sources, targets = [source for source, _ in copies], [target for _, target in copies]
-        for layer in self.layers:
-            layer.words[list(zero)] = 0
-        for layer in self.layers:
-            layer.words[targets] = layer.words[sources]
-
-    def check_idle(self, blocks: NDArray[np.int64] | None = None) -> None:
-        """Raise StrayWrite if an idle block (one of `blocks`, or any) or the null block was written."""
-        ids = np.flatnonzero(self._idle) if blocks is None else np.append(blocks, 0)
-        for layer in self.layers:
-            touched = (layer.words[ids] != POISON).any(axis=(1, 2))
-            if touched.any():
-                block = int(ids[touched][0])
-                what = "the null block" if block == 0 else f"block {block}, which nobody holds,"
-                raise StrayWrite(
-                    f"rank {self.rank}: {what} was written (group {layer.group}, layer {layer.name})"
-                )
 
 
 @dataclass
@@ -139,6 +31,8 @@ class SimRequest:
     """What the worker knows of a request: its tokens and its block table, one list per group.
 
     first: where computing began; a window that is computed anew after a hit holds nothing before.
+    computed: tokens computed and accepted so far. drafts: how many were to be verified in the last step.
+    running: where its states are, by group, while drafts are verified beside them.
     """
 
     id: str
@@ -146,6 +40,9 @@ class SimRequest:
     num_prompt_tokens: int
     tables: tuple[list[int], ...]
     first: int = 0
+    computed: int = 0
+    drafts: int = 0
+    running: dict[int, Running] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,6 +56,8 @@ class _Work:
     hashes: NDArray[np.uint64]
     # What a drafter computes: it runs when the drafts have been verified.
     verified: _Work | None = None
+    # Recurrent groups with blocks to spare for drafts.
+    states: Mapping[int, StateStep] = field(default_factory=dict)
 
 
 class SimModel:
@@ -191,17 +90,29 @@ class SimModel:
                 known = len(request.hashes)
                 raise HarnessError(f"request {request_id}: asked to compute {stop} tokens, {known} are known")
             sampled[request_id] = []
-            if stop < len(request.hashes):
-                self._work.append(_Work(seen, start, stop, request.hashes.values))
-                continue
             unverified = TokenHashes(request.hashes.tokens, request.hashes.salt) if drafted else None
-            sampled[request_id] = self._sample(request.hashes, drafted)
-            work = _Work(seen, start, len(request.hashes) - 1, request.hashes.values)
+            if stop == len(request.hashes):
+                sampled[request_id] = self._sample(request.hashes, drafted)
+                stop = len(request.hashes) - 1
+            states = self._plan_states(request, start, count, len(drafted), sampled[request_id])
+            work = _Work(seen, start, stop, request.hashes.values, states=states)
             if unverified is not None:
                 unverified.extend([max(0, token) for token in drafted])  # -1: no draft at all
-                work = _Work(seen, start, start + count, unverified.values, work)
+                work = _Work(seen, start, start + count, unverified.values, work, states)
             self._work.append(work)
+            request.computed, request.drafts = stop, len(drafted)
         return sampled
+
+    def _plan_states(
+        self, request: SimRequest, start: int, count: int, num_drafts: int, sampled: Sequence[int]
+    ) -> dict[int, StateStep]:
+        steps: dict[int, StateStep] = {}
+        for index, shape in enumerate(self.shapes):
+            if shape.spare_states:
+                steps[index], request.running[index] = plan_states(
+                    shape, request.running.get(index), start, count, num_drafts, max(0, len(sampled) - 1)
+                )
+        return steps
 
     def _sample(self, hashes: TokenHashes, drafted: Sequence[int]) -> list[int]:
         """Extend by the drafts that are right, and by one token more; returns what was added."""
@@ -236,6 +147,9 @@ class SimModel:
         fills in the same step. A state is read before, as in the engine. Raises WrongKV.
         """
         shape = self.shapes[layer.group]
+        if shape.spare_states:
+            self._forward_spare_states(layer, step)
+            return
         if shape.kind == "recurrent":
             self._forward_states(layer, step)
             return
@@ -263,6 +177,10 @@ class SimModel:
         base = layer.words.__array_interface__["data"][0]
         tokens = self.shapes[layer.group].tokens_per_block
         for work in step:
+            if layer.group in work.states:
+                for column, written in work.states[layer.group].columns():
+                    yield base + self._block(layer, work, column) * stride, size, written
+                continue
             first = max(0, self.shapes[layer.group].first_read(work.start)) // tokens
             table = work.request.tables[layer.group][first : -(-work.stop // tokens)]
             for index, block in enumerate(table, first):
@@ -293,9 +211,52 @@ class SimModel:
             blocks, _ = self._locate(layer, work, kept)
             layer.words[blocks, 0] = self._entries(layer, work, kept)
 
+    def _forward_spare_states(self, layer: SimLayer, step: Sequence[_Work]) -> None:
+        """The same where drafts are verified: the state after each of them is kept, until it is known
+        which of those count."""
+        for work in step:
+            before = work.states[layer.group].before
+            if before is not None:
+                self._copy(layer, work, before)
+        for work in step:
+            column = work.states[layer.group].read
+            if column is not None:
+                block = np.asarray([self._block(layer, work, column)])
+                self._compare(layer, work, np.asarray([work.start - 1]), block, np.zeros_like(block))
+        for work in step:
+            state = work.states[layer.group]
+            blocks = [self._block(layer, work, state.first + i) for i in range(len(state.positions))]
+            layer.words[blocks, 0] = self._entries(layer, work, np.asarray(state.positions))
+
+    def commit_states(self, layer: SimLayer, step: Sequence[_Work]) -> None:
+        """Once the drafts have been verified: states at the ends of blocks go where they belong."""
+        for work in step:
+            state = work.states.get(layer.group)
+            if state is not None and state.after is not None:
+                self._copy(layer, work, state.after)
+
+    def _copy(self, layer: SimLayer, work: _Work, columns: tuple[int, int]) -> None:
+        source, target = (self._block(layer, work, column) for column in columns)
+        layer.words[target] = layer.words[source]
+
+    def _block(self, layer: SimLayer, work: _Work, column: int) -> int:
+        """The block in a column of a request's table; WrongKV if there is none."""
+        position = np.asarray([column * self.shapes[layer.group].tokens_per_block])
+        return int(self._locate(layer, work, position)[0][0])
+
     def _read(self, layer: SimLayer, work: _Work, positions: NDArray[np.int64]) -> bool:
         """Compare with what must be there; True if a drafter met zeros instead."""
         blocks, offsets = self._locate(layer, work, positions)
+        return self._compare(layer, work, positions, blocks, offsets)
+
+    def _compare(
+        self,
+        layer: SimLayer,
+        work: _Work,
+        positions: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+    ) -> bool:
         read = layer.words[blocks, offsets]
         wrong = (read != self._entries(layer, work, positions)).any(axis=1)
         hollow = False

@@ -36,7 +36,8 @@ class GroupShape:
     window, chunk: tokens, for the kinds "sliding" (and "replay") and "chunked".
     state_bytes: for the kind "recurrent", bytes of a block's state in one layer, a multiple of 8;
     bytes_per_token has no meaning there. padded_bytes: what the engine pads such a page to.
-    state_mode: the engine's `mamba_cache_mode`.
+    state_mode: the engine's `mamba_cache_mode`. spare_states: its `num_speculative_blocks`: drafted
+    tokens whose states a request keeps until they are verified. The harness sets it.
     extra_tokens: sliding: tokens that the engine retains beyond the window.
     draft: the engine's "eagle" flag.
     drafter: these are layers of a drafter; the target's output does not depend on them.
@@ -58,6 +59,7 @@ class GroupShape:
     layer_bytes: tuple[int, ...] = ()
     padded_bytes: int | None = None
     state_mode: Literal["align", "all"] = "align"
+    spare_states: int = 0
     drafter: Drafter | None = None
     replicated: bool = False
     beside: int | None = None
@@ -85,7 +87,7 @@ class GroupShape:
     @property
     def spare_blocks(self) -> int:
         """Blocks that a request may hold beside those of its tokens: old states and new ones."""
-        return 2 if self.kind == "recurrent" else 0
+        return 2 + self.spare_states if self.kind == "recurrent" else 0
 
     @property
     def cacheable(self) -> bool:
@@ -160,6 +162,7 @@ class GroupShape:
                 dtypes=(torch.float32, torch.float32),
                 mamba_cache_mode=self.state_mode,
                 page_size_padded=self.padded_bytes,
+                num_speculative_blocks=self.spare_states,
             )
         # One head; K and V of bytes_per_token / 8 floats each.
         common: dict[str, Any] = {

@@ -10,14 +10,15 @@ from typing import Any, Literal
 from kvquilt.testing.fake_device import FakeDevice, Span
 from kvquilt.testing.sim_config import EngineConfig
 from kvquilt.testing.sim_fingerprint import TokenHashes
-from kvquilt.testing.sim_model import SimMemory, SimModel, SimRequest
-from kvquilt.testing.sim_shapes import VOCAB_SIZE, GroupShape
+from kvquilt.testing.sim_memory import SimMemory
+from kvquilt.testing.sim_model import SimModel, SimRequest
+from kvquilt.testing.sim_shapes import VOCAB_SIZE, GroupShape, HarnessError
 
 __all__ = ["RunnerKind", "SimWorker"]
 
 RunnerKind = Literal["v1", "v1-deferred", "v2"]
 """Whose order of hooks: "v1" and "v2" are the engine's model runners. "v1-deferred" is v1 with a
-drafter: wait_for_save comes after the results were asked for."""
+drafter, and what it is then: wait_for_save comes after the results were asked for."""
 
 
 class SimWorker:
@@ -41,11 +42,14 @@ class SimWorker:
         self.rank = rank
         self.runner = runner
         self.vllm_config, kv_cache = config.for_rank(rank)
+        self._num_draft_tokens = config.num_draft_tokens if config.speculation is not None else 0
         self.memory = SimMemory(kv_cache, shapes, rank)
         self.model = SimModel(self.memory, shapes, VOCAB_SIZE)
         self.connector: Any = None
         self._salt_of = salt_of
         self._sampling: list[str] = []
+        self._drafts: dict[str, list[int]] = {}
+        self._uncommitted: list[Callable[[], None]] = []
         self.device: FakeDevice | None = None
         self.errors: list[Exception] = []
         if self.vllm_config.kv_transfer_config is not None:
@@ -82,10 +86,14 @@ class SimWorker:
         self.launch("prepare", lambda: self.memory.prepare(zero, copies))
         starts = self._update_requests(scheduled)
         if self.connector is None:
-            return self._output(self._forward(starts, scheduled), None)
+            sampled = self._forward(starts, scheduled)
+            self._commit_states()
+            return self._output(sampled, None)
         output = self._connector_output()
         with self._hooks(scheduled, output):
             sampled = self._forward(starts, scheduled)
+            if self.runner != "v1-deferred":
+                self._commit_states()
         return self._output(sampled, output)
 
     @contextmanager
@@ -115,6 +123,7 @@ class SimWorker:
             output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
             output.kv_connector_worker_meta = connector.build_connector_worker_meta()
             if self.runner == "v1-deferred":
+                self._commit_states()
                 connector.wait_for_save()
             connector.clear_connector_metadata()
 
@@ -138,30 +147,51 @@ class SimWorker:
             return lambda: None
         return functools.partial(self.device.synchronize, self.device.record(self.device.current_stream()))
 
-    def propose(self, count: int) -> dict[str, list[int]]:
+    def drafts(self) -> dict[str, list[int]]:
         """Drafts for the requests of the last step that sampled."""
-        return {name: self.model.propose(name, count) for name in self._sampling}
+        return {name: list(self._drafts[name]) for name in self._sampling}
 
     def _forward(self, starts: dict[str, tuple[int, int]], scheduled: Any) -> dict[str, list[int]]:
         self._sampling = []
         if not starts:
             return {}
-        sampled = self.model.plan(starts, scheduled.scheduled_spec_decode_tokens)
+        sampled = self.model.plan(starts, self._to_verify(scheduled))
         self._sampling = [name for name, tokens in sampled.items() if tokens]
+        if count := self._num_draft_tokens:
+            self._drafts |= {name: self.model.propose(name, count) for name in self._sampling}
         work = self.model.take_work()
         for layer in self.memory.layers:
             if self.connector is not None:
                 self.connector.wait_for_layer_load(layer.name)
             spans = [Span(*span) for span in self.model.touched(layer, work)] if self.device else []
             self.launch(layer.name, functools.partial(self.model.forward, layer, work), spans)
+            if any(state.after for item in work if (state := item.states.get(layer.group))):
+                commit = functools.partial(self.model.commit_states, layer, work)
+                self._uncommitted.append(
+                    functools.partial(self.launch, f"{layer.name} states", commit, spans)
+                )
             if self.connector is not None:
                 self.connector.save_kv_layer(layer.name, layer.tensor, None)
         return sampled
+
+    def _to_verify(self, scheduled: Any) -> dict[str, list[int]]:
+        """Drafts of this step. With two steps in flight the scheduler knows no more than their number:
+        the worker has kept them."""
+        drafts: dict[str, list[int]] = scheduled.scheduled_spec_decode_tokens
+        if not self.vllm_config.scheduler_config.async_scheduling:
+            return drafts
+        return {name: self._drafts.get(name, unknown)[: len(unknown)] for name, unknown in drafts.items()}
+
+    def _commit_states(self) -> None:
+        launches, self._uncommitted = self._uncommitted, []
+        for launch in launches:
+            launch()
 
     def _update_requests(self, scheduled: Any) -> dict[str, tuple[int, int]]:
         """Bring the worker's requests up to date; returns request -> (computed, to compute)."""
         for request_id in scheduled.finished_req_ids:
             self.model.requests.pop(request_id, None)
+            self._drafts.pop(request_id, None)
         starts: dict[str, int] = {}
         for new in scheduled.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
@@ -176,7 +206,7 @@ class SimWorker:
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             self._update_cached(cached, index)
-            starts[request_id] = cached.num_computed_tokens[index]
+            starts[request_id] = self._start(cached, index)
         return {name: (starts[name], count) for name, count in scheduled.num_scheduled_tokens.items()}
 
     def _update_cached(self, cached: Any, index: int) -> None:
@@ -190,9 +220,23 @@ class SimWorker:
         if request_id in cached.resumed_req_ids:
             request.tables = tuple(list(ids) for ids in new_ids)
             request.first = cached.num_computed_tokens[index]
+            request.drafts = 0
+            request.running.clear()
+            self._drafts.pop(request_id, None)
         elif new_ids is not None:
             for table, ids in zip(request.tables, new_ids, strict=True):
                 table.extend(ids)
+
+    def _start(self, cached: Any, index: int) -> int:
+        """Where computing goes on. A scheduler that plans ahead counts drafts as computed which the
+        worker has rejected since."""
+        told: int = cached.num_computed_tokens[index]
+        request = self.model.requests[cached.req_ids[index]]
+        if not request.drafts:
+            return told
+        if not 0 <= told - request.computed <= request.drafts:
+            raise HarnessError(f"request {request.id}: told {told} computed tokens, not {request.computed}")
+        return request.computed
 
     @staticmethod
     def _connector_output() -> Any:
