@@ -27,7 +27,7 @@ def pool_blocks_for(
     layout: the engine's groups. prompt_tokens: the length of each prompt, in tokens.
     concurrency: requests that run at once; each needs all of its blocks meanwhile, since a window
     lets go of a block only after the step that left it behind.
-    retention: "boundaries": groups that are not dense keep what the prompt's boundaries need (the
+    retention: "boundaries": sliding and recurrent groups keep what the prompt's boundaries need (the
     engine's `prefix_cache_retention_interval=0`); "all": every block stays (None).
 
     The engine reuses blocks without a hash first, so blocks in transit need room only once. A
@@ -64,7 +64,7 @@ def _kept_blocks(layout: CacheLayout, prompt_tokens: int, output_tokens: int) ->
 
 def _kept(group: CacheGroup, boundary: int, tokens: int) -> int:
     every = -(-tokens // group.tokens_per_block)
-    if group.dense:
+    if group.dense or group.kind == "chunked":  # the engine keeps every block of a chunked group
         return every
     low, high = needed_blocks(group, boundary)
     # A draft group's peek block is one more than the boundary needs.

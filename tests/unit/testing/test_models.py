@@ -121,3 +121,11 @@ def test_connector_options_become_the_engine_s_config() -> None:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"ram_bytes": "1GiB"},
     }
+
+
+def test_pool_holds_every_block_of_a_chunked_group_at_either_retention() -> None:
+    chunked = CacheGroup("chunked", kind="chunked", tokens_per_block=16, chunk=256, page_bytes=1)
+    few, every = (
+        pool_blocks_for(CacheLayout([chunked]), [10_000], retention=r) for r in ("boundaries", "all")
+    )
+    assert few == every
