@@ -418,6 +418,7 @@ def adopt(s: Slots, slots: I64, keys: U64, groups: I32, spans: U64, stamps: I64)
     A key that is there already stays where it was adopted first. stamps: ascending; equal ones move up.
     """
     count = 0
+    now = s.clock[0]
     for i in range(slots.size):
         slot = slots[i]
         if s.state[slot] != FREE or _find(s, groups[i], keys, i) >= 0:
@@ -431,6 +432,7 @@ def adopt(s: Slots, slots: I64, keys: U64, groups: I32, spans: U64, stamps: I64)
         s.clock[0] = max(stamps[i], s.stamp[s.meta[NEWEST]] + 1 if s.meta[NEWEST] >= 0 else 0)
         _link_newest(s, slot)
         count += 1
+    s.clock[0] = max(s.clock[0], now)  # other arenas, whose clock it is too, may have newer pages
     return count
 
 
