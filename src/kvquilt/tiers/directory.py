@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import stat
 import time
@@ -39,10 +40,16 @@ __all__ = [
     "ManifestArena",
     "NamespaceDirectory",
     "Reclaim",
+    "check_ours",
     "claim_namespace",
     "disk_digest",
+    "hold_namespace",
+    "is_locked",
     "list_namespaces",
+    "namespace_paths",
+    "no_start",
     "open_for_reading",
+    "remove_namespace",
     "tree_bytes",
 ]
 
@@ -51,6 +58,8 @@ Reclaim = Literal["auto", "refuse"]
 _START_SECONDS = 60.0
 MANIFEST = "manifest.json"
 LOCK = "lock"
+_RANK = re.compile(r"dp\d+")
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
 class ManifestArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,12 +221,21 @@ def open_for_reading(root: Path, digest: str, dp_rank: int = 0) -> tuple[Path, M
     return path, manifest
 
 
+def namespace_paths(root: Path) -> list[Path]:
+    """Directories under `root` that have the names of namespaces; whatever else lies there is not ours."""
+    return [
+        path
+        for parent in sorted(root.iterdir())
+        if _RANK.fullmatch(parent.name) and parent.is_dir() and not parent.is_symlink()
+        for path in sorted(parent.iterdir())
+        if _NAMESPACE.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
+
+
 def list_namespaces(root: Path) -> list[NamespaceDirectory]:
     """All namespaces under `root`, least recently used first. Raises OSError."""
     found = []
-    for path in sorted(root.glob("dp*/*")):
-        if not path.is_dir() or path.is_symlink():
-            continue
+    for path in namespace_paths(root):
         try:
             used = (path / LOCK).stat().st_mtime
         except OSError:
@@ -238,13 +256,14 @@ def tree_bytes(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Does a live process hold this namespace?"""
-    if not (path / LOCK).exists():
-        return False
-    fd = _try_lock(path / LOCK)
-    if fd is None:
-        return True
-    os.close(fd)
+    """Does a live process hold this namespace? To be asked where no engine can be starting (`no_start`):
+    it could not have the namespace for the moment that this takes."""
+    fd = None
+    with contextlib.suppress(FileNotFoundError):
+        fd = _try_lock(path / LOCK, shared=True)
+        if fd is None:
+            return True
+        os.close(fd)
     return False
 
 
@@ -253,6 +272,11 @@ def _check_root(root: Path) -> None:
         raise ConfigError(f"disk_path={str(root)!r}: must be an absolute path")
     if not root.exists():
         root.mkdir(mode=0o700, parents=True)
+    check_ours(root)
+
+
+def check_ours(root: Path) -> None:
+    """Raises ConfigError for a path that is no directory, or that somebody else could write to or replace."""
     facts = root.stat()
     if not stat.S_ISDIR(facts.st_mode):
         raise ConfigError(f"disk_path={str(root)!r}: is no directory")
@@ -270,10 +294,10 @@ def _check_root(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold the lock of the whole directory, for a start: they are short."""
     deadline = time.monotonic() + _START_SECONDS
-    while (fd := _try_lock(path)) is None:
+    while (fd := _try_lock(path, shared=shared)) is None:
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"disk_path: {path} has been locked for {_START_SECONDS:.0f} s by another start"
@@ -285,11 +309,34 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock; None if another has it. The system frees it with its process."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+@contextlib.contextmanager
+def no_start(root: Path, *, shared: bool) -> Iterator[None]:
+    """Keep engines from starting meanwhile: they wait. shared: others may do the same, and nothing is made.
+
+    Raises ConfigError if a start takes too long.
+    """
+    if shared and not (root / LOCK).exists():
+        yield
+        return
+    with _locked(root / LOCK, shared=shared):
+        yield
+
+
+def hold_namespace(root: Path, path: Path) -> int | None:
+    """A descriptor that holds a namespace's lock, as an engine does; None if a live process has it."""
+    with _locked(root / LOCK):
+        return _try_lock(path / LOCK)
+
+
+def _try_lock(path: Path, *, shared: bool = False) -> int | None:
+    """A descriptor that holds the lock; None if another has it. The system frees it with its process.
+
+    shared: only asks, and makes nothing: raises FileNotFoundError if there is no such file.
+    """
+    flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None
@@ -298,7 +345,7 @@ def _try_lock(path: Path) -> int | None:
 
 def _sweep(root: Path, own: Path) -> None:
     """Remove what dead owners left half made. A live one's is locked, and stays."""
-    for path in root.glob("dp*/*"):
+    for path in namespace_paths(root):
         if path != own and is_locked(path):
             continue
         for draft in path.glob(".*.tmp"):

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,7 +122,9 @@ class Slab:
     """Descriptors of one slab, its table and its stamps. Used by several threads at once: every call
     names its slots, and no two calls name the same one at a time.
 
-    usable_slots: as of `kvquilt.store.Arena`, whose part it plays for the tier's index.
+    usable_slots: as of `kvquilt.store.Arena`, whose part it plays for the tier's index. listed_slots: those
+    that the table, as found, reaches. table_lost: it reaches none of the slots there are. head_lost: slots
+    are there, but nothing says intact of what.
     """
 
     def __init__(self, facts: SlabFacts, fds: tuple[int, int, int], files: Files, generation: int) -> None:
@@ -133,6 +135,8 @@ class Slab:
         self.num_slots = facts.num_slots
         self.slot_stride = facts.slot_bytes
         self.usable_slots = 0
+        self.listed_slots = 0
+        self.head_lost = False
         self.table_lost = False
         self.fd, self._table, self._stamps = fds
         self._writable = False
@@ -146,17 +150,23 @@ class Slab:
     ) -> Slab:
         """Open or make the three files in `directory`; pages in slots that no longer exist are gone.
 
-        Files of other geometry, and damaged ones, are made anew; a damaged table is only emptied.
-        Raises OSError.
+        Files of other geometry, and damaged ones, are made anew; a damaged table is only emptied. Whoever
+        only reads makes nothing, and can do without all but the slab. Raises OSError.
         """
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         fds: list[int] = []
         try:
             for kind, more in (("slab", os.O_DIRECT if direct else 0), ("table", 0), ("stamps", 0)):
-                fds.append(files.open(directory / f"{facts.name}.{kind}", flags | more))
+                try:
+                    fds.append(files.open(directory / f"{facts.name}.{kind}", flags | more))
+                except FileNotFoundError:
+                    if writable or kind == "slab":
+                        raise
+                    fds.append(-1)
         except OSError:
             for fd in fds:
-                os.close(fd)
+                if fd >= 0:
+                    os.close(fd)
             raise
         slab = cls(facts, (fds[0], fds[1], fds[2]), files, generation)
         try:
@@ -171,6 +181,9 @@ class Slab:
         facts = self.facts
         kept = self._slots_kept(self.fd, SLAB_MAGIC, facts.slot_bytes)
         listed = self._slots_kept(self._table, TABLE_MAGIC, facts.entry_bytes)
+        self.listed_slots = min(listed, facts.num_slots)
+        size = os.fstat(self.fd).st_size
+        self.head_lost = size > BLOCK_BYTES and self._head(self.fd, SLAB_MAGIC) is None
         self.table_lost = kept > 0 and listed == 0
         self._writable = writable
         if not writable:
@@ -183,6 +196,11 @@ class Slab:
         size = os.fstat(self.fd).st_size
         if size > facts.slab_bytes:
             self._files.truncate(self.fd, facts.slab_bytes)
+        self.usable_slots = (
+            max(0, min(size - BLOCK_BYTES, facts.num_slots * facts.slot_bytes)) // facts.slot_bytes
+        )
+        # Entries of slots that a truncated slab has lost must not come back when it grows again.
+        self._files.truncate(self._table, BLOCK_BYTES + self.usable_slots * facts.entry_bytes)
         self._files.truncate(self._table, facts.table_bytes)
         self._files.allocate(self._table, 0, facts.table_bytes)
         self._files.truncate(self._stamps, facts.stamps_bytes)
@@ -190,9 +208,6 @@ class Slab:
         self._files.allocate(self.fd, 0, BLOCK_BYTES)
         self.write_head()
         self._files.write(self._table, [facts.head(TABLE_MAGIC).pack()], 0)
-        self.usable_slots = (
-            max(0, min(size - BLOCK_BYTES, facts.num_slots * facts.slot_bytes)) // facts.slot_bytes
-        )
 
     def write_head(self) -> None:
         """Write the slab's first block and read it back. Raises OSError: also the tier's probe."""
@@ -203,22 +218,22 @@ class Slab:
 
     def _slots_kept(self, fd: int, magic: bytes, unit: int) -> int:
         """Slots for which the file was made; 0 if it is none of ours, or of other geometry."""
-        block = aligned_buffer(BLOCK_BYTES)
-        if os.fstat(fd).st_size < BLOCK_BYTES:
+        head = self._head(fd, magic)
+        if head is None:
             return 0
+        return min(head.num_slots, (os.fstat(fd).st_size - BLOCK_BYTES) // unit)
+
+    def _head(self, fd: int, magic: bytes) -> FileHead | None:
+        """The file's first block, if it is one of this slab's."""
+        block = aligned_buffer(BLOCK_BYTES)
+        if fd < 0 or os.fstat(fd).st_size < BLOCK_BYTES:
+            return None
         self._files.read(fd, [block], 0)
         head = FileHead.parse(bytes(block))
-        facts = self.facts
-        if head is None or head.magic != magic:
-            return 0
-        same = (head.arena, head.slot_bytes, head.span_keys, head.namespace) == (
-            facts.arena,
-            facts.slot_bytes,
-            facts.span_keys,
-            facts.namespace,
-        )
-        held = (os.fstat(fd).st_size - BLOCK_BYTES) // unit
-        return min(head.num_slots, max(0, held)) if same else 0
+        if head is None:
+            return None
+        ours = self.facts.head(magic)
+        return head if replace(head, num_slots=ours.num_slots) == ours else None
 
     def allocate(self, _fd: int, offset: int, length: int) -> None:
         """`kvquilt.store.pool.Populate` for this slab. Raises OSError."""
@@ -341,19 +356,42 @@ class Slab:
         the hands of others. A torn one costs only the order. Raises OSError."""
         self._files.write(self._stamps, [stamps.astype("<i8").tobytes()], 0)
 
-    def _read_stamps(self, usable: int) -> IntArray:
-        stamps = np.zeros(usable, dtype=np.int64)
-        size = min(os.fstat(self._stamps).st_size // 8, usable)
+    def read_stamps(self, count: int) -> IntArray:
+        """Recency of the first `count` slots as last kept; 0 where nothing is known. Raises OSError."""
+        stamps = np.zeros(count, dtype=np.int64)
+        size = min(os.fstat(self._stamps).st_size // 8, count) if self._stamps >= 0 else 0
         if size:
             self._files.read(self._stamps, [stamps[:size].data.cast("B")], 0)
         return stamps
 
-    def _read_table(self) -> NDArray[np.void]:
-        size = max(0, min(os.fstat(self._table).st_size, self.facts.table_bytes) - BLOCK_BYTES)
-        count = size // self.facts.entry_bytes
-        entries = np.zeros(count, dtype=self._dtype)
-        if count:
-            self._files.read(self._table, [entries.view(np.uint8).data], BLOCK_BYTES)
+    def survey(
+        self, slots: IntArray, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
+        """Entries of these slots, of any generation, and for which of them the slot's header had to be read
+        since the table has no intact word on it. Raises OSError."""
+        entries = self.read_entries(slots)
+        unlisted = slots >= self.listed_slots
+        entries[unlisted] = 0
+        words = entries.view(np.uint64).reshape(slots.size, self.facts.entry_bytes // 8)
+        doubtful = ~intact_entries(entries, slots) & (words.any(axis=1) | unlisted)
+        if doubtful.any():
+            entries[doubtful] = self._scan(slots[doubtful], stopped)
+        return entries, doubtful
+
+    def read_entries(self, slots: IntArray) -> NDArray[np.void]:
+        """Entries of these slots as they are now, neighbours in one call; zero where the table ends before.
+        Raises OSError."""
+        size, entries = self.facts.entry_bytes, np.zeros(slots.size, dtype=self._dtype)
+        held = max(0, (os.fstat(self._table).st_size - BLOCK_BYTES) // size) if self._table >= 0 else 0
+        ends = np.flatnonzero(np.diff(slots) != 1) + 1
+        for part in np.split(np.arange(slots.size), ends):
+            part = part[slots[part] < held]
+            if part.size:
+                found = np.zeros(part.size, dtype=self._dtype)
+                self._files.read(
+                    self._table, [found.view(np.uint8).data], BLOCK_BYTES + int(slots[part[0]]) * size
+                )
+                entries[part] = found
         return entries
 
     def recover(self, groups: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Recovered:
@@ -363,22 +401,15 @@ class Slab:
         groups: those that may have pages here. stopped: asked now and then; True ends it. Raises OSError.
         """
         usable = self.usable_slots
-        entries = np.zeros(usable, dtype=self._dtype)
-        if not self.table_lost:
-            listed = self._read_table()[:usable]
-            entries[: len(listed)] = listed
         slots = np.arange(usable, dtype=np.int64)
+        entries, doubtful = self.survey(slots, stopped)
         intact = intact_entries(entries, slots)
-        empty = ~entries.view(np.uint64).reshape(usable, self.facts.entry_bytes // 8).any(axis=1)
-        doubtful = slots if self.table_lost else slots[~intact & ~empty]
-        if doubtful.size:
-            self._scan(entries, doubtful, stopped)
-            intact = intact_entries(entries, slots)
-            if self._writable:
-                self._write_entries(doubtful.tolist(), entries[doubtful])
-                self.table_lost = False
+        if doubtful.any() and self._writable:
+            self._write_entries(slots[doubtful].tolist(), entries[doubtful])
+            self.table_lost = False
+            self.listed_slots = self.num_slots
         good = intact & (entries["generation"] == self.generation) & np.isin(entries["group"], groups)
-        stamps = np.maximum(entries["stamp"], self._read_stamps(usable))[good]
+        stamps = np.maximum(entries["stamp"], self.read_stamps(usable))[good]
         order = np.argsort(stamps, kind="stable")
         found = entries[good][order]
         pages = KnownPages(
@@ -387,15 +418,17 @@ class Slab:
             np.ascontiguousarray(found["span"]),
             np.ascontiguousarray(found["group"]),
         )
-        return Recovered(pages, stamps[order], bool(doubtful.size))
+        return Recovered(pages, stamps[order], bool(doubtful.any()))
 
-    def _scan(self, entries: NDArray[np.void], slots: IntArray, stopped: Callable[[], bool]) -> None:
-        """Rebuild the entries of these slots from the slots' headers."""
+    def _scan(self, slots: IntArray, stopped: Callable[[], bool]) -> NDArray[np.void]:
+        """Entries of these slots, made anew from the slots' headers."""
         header = aligned_buffer(self.facts.header_bytes)
+        entries = np.zeros(slots.size, dtype=self._dtype)
         for done, slot in enumerate(slots.tolist()):
-            entries[slot] = 0
             if done % 1024 == 0 and stopped():
                 raise OSError(errno.ECANCELED, "stopped while reading slot headers")
+            if done and done % _SCAN_REPORT == 0:
+                logger.info("kvquilt: disk: %s: %d of %d slot headers read", self.name, done, slots.size)
             try:
                 self._files.read(self.fd, [header], self._offset(slot))
             except OSError:
@@ -403,16 +436,15 @@ class Slab:
             page = parse_page_header(header)
             if page is None or page.slot != slot or page.namespace != self.facts.namespace:
                 continue
-            entries[slot]["key"] = np.frombuffer(page.key, dtype=np.uint64)
-            entries[slot]["generation"] = page.generation
-            entries[slot]["group"] = page.group
-            entries[slot]["span"] = self._padded_spans(page.spans)
-            if done and done % _SCAN_REPORT == 0:
-                logger.info("kvquilt: disk: %s: %d of %d slot headers read", self.name, done, slots.size)
-        part = entries[slots]
-        seal_entries(part, slots)
-        part[part["generation"] == 0] = 0
-        entries[slots] = part
+            if len(page.spans) > 32 * self.facts.span_keys:
+                continue
+            entries[done]["key"] = np.frombuffer(page.key, dtype=np.uint64)
+            entries[done]["generation"] = page.generation
+            entries[done]["group"] = page.group
+            entries[done]["span"] = self._padded_spans(page.spans)
+        seal_entries(entries, slots)
+        entries[entries["generation"] == 0] = 0
+        return entries
 
     def close(self) -> None:
         """Close the files. May be called twice."""
