@@ -335,10 +335,12 @@ class NVMeTier:
             return 0
         ending = _Ending(done)
         accepted = 0
-        for part in pages:
-            with contextlib.suppress(KVQuiltError):
-                accepted += self._queue_writes(opened, part, ending)
-        ending.release()
+        try:
+            for part in pages:
+                with contextlib.suppress(KVQuiltError):
+                    accepted += self._queue_writes(opened, part, ending)
+        finally:
+            ending.release()
         return accepted
 
     def _queue_writes(self, opened: _Opened, pages: Pages, ending: _Ending) -> int:
@@ -359,7 +361,9 @@ class NVMeTier:
             if ticket.ticket_id is None:
                 continue
             grant = ticket.grants[0]
-            places = chosen[np.searchsorted(pages.blocks[chosen], grant.blocks)]
+            # The grant is in order and names each block once; what was offered need not be.
+            order = np.argsort(pages.blocks[chosen], kind="stable")
+            places = chosen[order[np.searchsorted(pages.blocks[chosen], grant.blocks, sorter=order)]]
             batch = _Write(
                 self, opened, slab, ticket.ticket_id, self._slot_pages(pages, places, grant.slots), ending
             )
@@ -392,11 +396,13 @@ class NVMeTier:
         results = [np.zeros(part.blocks.size, dtype=np.bool_) for part in pages]
         ending = _Ending(lambda: done(results))
         opened = self._usable()
-        if opened is not None:
-            for part, result in zip(pages, results, strict=True):
-                with contextlib.suppress(KVQuiltError):
-                    self._queue_reads(opened, part, result, ending)
-        ending.release()
+        try:
+            if opened is not None:
+                for part, result in zip(pages, results, strict=True):
+                    with contextlib.suppress(KVQuiltError):
+                        self._queue_reads(opened, part, result, ending)
+        finally:
+            ending.release()
 
     def _queue_reads(self, opened: _Opened, pages: Pages, result: BoolArray, ending: _Ending) -> None:
         slab = opened.slabs[self._arena_of[pages.group]]
@@ -406,7 +412,7 @@ class NVMeTier:
             lease_id, blocks, slots = opened.index.lease_blocks(self._owner, pages.chain, pages.group, wanted)
             if lease_id is None:
                 continue
-            places = start + np.searchsorted(wanted, blocks)
+            places = start + np.flatnonzero(np.isin(wanted, blocks))
             batch = _Read(self, opened, slab, lease_id, pages, places, blocks, result, ending)
             batch.slot_pages = self._slot_pages(pages, places, slots)
             ending.hold()
