@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("kvquilt.testing.tier_contract")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 ENVIRONMENT = {

@@ -4,6 +4,7 @@ from kvquilt.tiers.base import GroupTierStats, Loaded, Pages, Tier, TierStats
 from kvquilt.tiers.memory import RamMemory
 from kvquilt.tiers.nvme import DiskOptions, NVMeTier
 from kvquilt.tiers.promotion import Promoter
+from kvquilt.tiers.ram import RamTier
 from kvquilt.tiers.writeback import WriteBack
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Pages",
     "Promoter",
     "RamMemory",
+    "RamTier",
     "Tier",
     "TierStats",
     "WriteBack",
