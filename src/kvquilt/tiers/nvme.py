@@ -70,9 +70,10 @@ class DiskOptions:
     queue_bytes: int = 256 << 20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Opened:
-    """What is there while the directory is: the index's slots are the slabs'."""
+    """What is there while the directory is: the index's slots are the slabs'. generation: of what is
+    written now; guarded by `NVMeTier._turn`."""
 
     index: Store
     slabs: tuple[Slab, ...]
@@ -127,6 +128,9 @@ class NVMeTier:
         self._counts = Counts(layout, num_ranks)
         self._health = Health("the disk tier", clock)
         self._lock = threading.RLock()  # guards _opened, _must_forget and the change of state
+        # Slots are taken from the index together with the generation that they are used under; never
+        # held while the medium works.
+        self._turn = threading.Lock()
         self._opened: _Opened | None = None
         self._must_forget = False
         self._closed = False
@@ -268,7 +272,11 @@ class NVMeTier:
             self._health.switch_off(f"{self.options.path}: {error}")
             return
         opened.index.provide_memory(only_what_is_there=opened.claim is None)
-        self._health.switch_on()
+        with self._lock:
+            if self._must_forget:
+                self._health.switch_off("a reset could not be recorded")
+            else:
+                self._health.switch_on()
 
     def _probe(self, path: Path) -> bool:
         direct = probe_direct(self._files, path)
@@ -299,12 +307,13 @@ class NVMeTier:
 
     def _recover(self, opened: _Opened) -> None:
         opened.index.register_owner(self._owner, live=True)
+        generation = opened.generation
         for slab in opened.slabs:
             started = self._clock()
             inside = [i for i, arena in enumerate(self._arena_of) if arena == slab.index]
             found = slab.recover(inside, self._stop.is_set)
             with self._lock:
-                if self._opened is None or self._opened.generation != opened.generation:
+                if self._must_forget or opened.generation != generation:
                     return  # a reset has come first
                 taken = opened.index.adopt(slab.index, found.pages, found.stamps)
             if taken or found.scanned:
@@ -356,7 +365,8 @@ class NVMeTier:
         for start in range(0, wanted.size, per_batch):
             chosen = wanted[start : start + per_batch]
             want = Want(pages.chain, pages.group, pages.blocks[chosen])
-            ticket = opened.index.reserve(self._owner, [want])
+            with self._turn:
+                ticket, generation = opened.index.reserve(self._owner, [want]), opened.generation
             self._counts.drop(pages.group, "full", sum(ticket.skipped_full.values()))
             if ticket.ticket_id is None:
                 continue
@@ -364,9 +374,8 @@ class NVMeTier:
             # The grant is in order and names each block once; what was offered need not be.
             order = np.argsort(pages.blocks[chosen], kind="stable")
             places = chosen[order[np.searchsorted(pages.blocks[chosen], grant.blocks, sorter=order)]]
-            batch = _Write(
-                self, opened, slab, ticket.ticket_id, self._slot_pages(pages, places, grant.slots), ending
-            )
+            out = self._slot_pages(pages, places, grant.slots)
+            batch = _Write(self, opened, slab, generation, ticket.ticket_id, out, ending)
             accepted += grant.slots.size
             ending.hold()
             self._workers.submit(
@@ -409,12 +418,18 @@ class NVMeTier:
         per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
         for start in range(0, pages.blocks.size, per_batch):
             wanted = pages.blocks[start : start + per_batch]
-            lease_id, blocks, slots = opened.index.lease_blocks(self._owner, pages.chain, pages.group, wanted)
+            with self._turn:
+                lease_id, blocks, slots = opened.index.lease_blocks(
+                    self._owner, pages.chain, pages.group, wanted
+                )
+                generation = opened.generation
             if lease_id is None:
                 continue
             places = start + np.flatnonzero(np.isin(wanted, blocks))
-            batch = _Read(self, opened, slab, lease_id, pages, places, blocks, result, ending)
-            batch.slot_pages = self._slot_pages(pages, places, slots)
+            into = self._slot_pages(pages, places, slots)
+            batch = _Read(
+                self, opened, slab, generation, lease_id, pages, places, blocks, slots, into, result, ending
+            )
             ending.hold()
             self._workers.submit(
                 Batch("read", slots.size, slots.size * slab.slot_stride, batch.run, batch.drop)
@@ -452,13 +467,19 @@ class NVMeTier:
                 return False
             opened.index.reset()
             try:
-                opened.claim.next_generation()
+                self._next_generation(opened, opened.claim)
             except OSError as error:
                 self._health.switch_off(f"a reset could not be recorded: {error}")
                 return False
-            self._must_forget = False
-            self._opened = replace(opened, generation=opened.claim.manifest.generation)
             return True
+
+    def _next_generation(self, opened: _Opened, claim: Claim) -> None:
+        """Record a reset. What has been saved since it began belongs to the old generation, and goes too."""
+        claim.next_generation()
+        with self._turn:
+            opened.generation = claim.manifest.generation
+            opened.index.reset()
+        self._must_forget = False
 
     def stats(self) -> TierStats:
         opened = self._opened
@@ -576,9 +597,7 @@ class NVMeTier:
             assert opened is not None
             with self._lock:
                 if self._must_forget and opened.claim is not None:
-                    opened.claim.next_generation()
-                    self._must_forget = False
-                    self._opened = replace(opened, generation=opened.claim.manifest.generation)
+                    self._next_generation(opened, opened.claim)
             for slab in opened.slabs:
                 slab.write_head()
         except (OSError, ConfigError) as error:
@@ -638,12 +657,12 @@ class _Write:
     tier: NVMeTier
     opened: _Opened
     slab: Slab
+    generation: int
     ticket_id: int
     pages: list[SlotPage]
     ending: _Ending
 
     def __post_init__(self) -> None:
-        self.generation = self.opened.generation
         self.queued_at = time.monotonic()
 
     def run(self) -> None:
@@ -680,16 +699,17 @@ class _Read:
     tier: NVMeTier
     opened: _Opened
     slab: Slab
+    generation: int
     lease_id: int
     pages: Pages
     places: IntArray
     blocks: IntArray
+    slots: IntArray
+    slot_pages: list[SlotPage]
     result: BoolArray
     ending: _Ending
 
     def __post_init__(self) -> None:
-        self.slot_pages: list[SlotPage] = []
-        self.generation = self.opened.generation
         self.queued_at = time.monotonic()
 
     def run(self) -> None:
@@ -714,14 +734,22 @@ class _Read:
         self._end()
 
     def _withdraw(self, bad: BoolArray) -> None:
+        """Forget pages that proved bad. Those that somebody has forgotten meanwhile were overwritten on
+        purpose, or are counted already; and a page saved since under the same key is another one."""
         if not bad.any():
             return
-        tier, group = self.tier, self.pages.group
-        tier._counts.found_bad(group, int(bad.sum()))
+        tier, group, chain, index = self.tier, self.pages.group, self.pages.chain, self.opened.index
+        slot_of = dict(zip(self.blocks[bad].tolist(), self.slots[bad].tolist(), strict=True))
         with contextlib.suppress(KVQuiltError):
-            self.opened.index.withdraw(self.pages.chain, group, self.blocks[bad])
-            slots = np.asarray([page.slot for page in self.slot_pages], dtype=np.int64)
-            tier._forget(self.opened, group, slots[bad])
+            lease_id, blocks, slots = index.lease_blocks(tier._owner, chain, group, np.asarray(list(slot_of)))
+            if lease_id is None:
+                return
+            still = np.asarray(
+                [slot_of[b] == s for b, s in zip(blocks.tolist(), slots.tolist(), strict=True)]
+            )
+            tier._counts.found_bad(group, index.withdraw(chain, group, blocks[still]))
+            tier._forget(self.opened, group, slots[still])
+            index.release(lease_id, tier._owner)
 
     def _end(self) -> None:
         try:
