@@ -35,6 +35,8 @@ class Health:
     def good(self) -> None:
         """The medium did what it was asked."""
         self._failures = 0
+        if self.state == "on":
+            self._pause = _FIRST_PAUSE_SECONDS
 
     def bad(self, why: str) -> None:
         """The medium failed once; it is switched off if that happens several times in a row."""
@@ -54,13 +56,12 @@ class Health:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
 
     def switch_on(self) -> None:
-        """The medium works."""
+        """The medium works again, as far as a probe can tell: the next pause is short only after real work."""
         with self._lock:
             if self.state == "off":
                 logger.warning("kvquilt: %s is switched on again", self._name)
             self.state, self.why = "on", ""
             self._failures = 0
-            self._pause = _FIRST_PAUSE_SECONDS
 
     @property
     def due(self) -> bool:

@@ -138,7 +138,7 @@ class NVMeTier:
         self._owner = "disk"
         self._stop = threading.Event()
         self._try_open()
-        self._workers = Workers("kvquilt-disk", options.threads)
+        self._workers = Workers("kvquilt-disk", options.threads, clock)
         if not self._has_much_to_read():
             self._finish_opening()
         self._upkeep = threading.Thread(target=self._keep_up, name="kvquilt-disk-upkeep", daemon=True)
@@ -535,8 +535,8 @@ class NVMeTier:
         if self._health.on:
             self._workers.wait_idle(_DRAIN_SECONDS)
         ended = self._workers.close(_DRAIN_SECONDS)
-        self._upkeep.join()
-        if ended:
+        self._upkeep.join(_DRAIN_SECONDS)  # it may wait for the medium, too
+        if ended and not self._upkeep.is_alive():
             self._save_stamps()
             self._close_opened()
         else:
@@ -568,7 +568,7 @@ class NVMeTier:
     def _tick(self) -> None:
         opened = self._opened
         since = self._workers.oldest_start()
-        stalled = since is not None and time.monotonic() - since > self._stall_seconds
+        stalled = since is not None and self._clock() - since > self._stall_seconds
         if self._health.on:
             if stalled:
                 self._health.switch_off(f"no answer for {self._stall_seconds:.0f} s")

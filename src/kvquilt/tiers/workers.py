@@ -37,7 +37,8 @@ class Workers:
     The condition guards the queues and what each thread is doing; it is never held while a batch runs.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._changed = threading.Condition()
         self._queues: dict[Kind, deque[Batch]] = {"read": deque(), "write": deque()}
         self._pages: dict[Kind, int] = {"read": 0, "write": 0}
@@ -73,7 +74,7 @@ class Workers:
         return self._bytes[kind]
 
     def oldest_start(self) -> float | None:
-        """`time.monotonic` at which the longest running batch began; None if none runs."""
+        """When the longest running batch began, by the clock; None if none runs."""
         with self._changed:
             return min((since for _, since in self._busy.values()), default=None)
 
@@ -84,8 +85,12 @@ class Workers:
             for queue in self._queues.values():
                 queue.clear()
         for batch in dropped:
-            batch.drop()
-            self._ended(batch)
+            try:
+                batch.drop()
+            except Exception:
+                logger.exception("kvquilt: disk: a batch of %ss could not be dropped", batch.kind)
+            finally:
+                self._ended(batch)
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is queued or under way; False if that took too long."""
@@ -111,7 +116,7 @@ class Workers:
                 if kind is None:
                     return
                 batch = self._queues[kind].popleft()
-                self._busy[number] = (kind, time.monotonic())
+                self._busy[number] = (kind, self._clock())
             try:
                 batch.run()
             except Exception:
