@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import xxhash
 
 from kvquilt.errors import ConfigError
 from kvquilt.layout.namespace import NamespaceFactors, diff
@@ -74,7 +75,8 @@ class ManifestArena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What lies beside the slabs. generation: pages of any other are forgotten. planned_bytes: what all
-    files of the namespace take when the slabs have grown to their full length."""
+    files of the namespace take when the slabs have grown to their full length. check: xxh3-64 in hex
+    over the rest: a bit that flips in the generation would bring back what a reset has forgotten."""
 
     format_version: int
     generation: int
@@ -84,14 +86,20 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     planned_bytes: int
     arenas: list[ManifestArena]
     namespace: NamespaceFactors
+    check: str = ""
 
     def encode(self) -> bytes:
         """The file's content."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+        sealed = msgspec.structs.replace(self, check=self._digest())
+        return msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n"
+
+    def _digest(self) -> str:
+        rest = msgspec.structs.replace(self, check="")
+        return xxhash.xxh3_64_hexdigest(msgspec.json.encode(rest))
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
-        """The manifest in `directory`; None if there is none of this version. Raises OSError."""
+        """The manifest in `directory`; None if there is no intact one of this version. Raises OSError."""
         try:
             data = (directory / MANIFEST).read_bytes()
         except FileNotFoundError:
@@ -100,7 +108,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             manifest = msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError:
             return None
-        return manifest if manifest.format_version == FORMAT_VERSION else None
+        if manifest.format_version != FORMAT_VERSION or manifest.check != manifest._digest():
+            return None
+        return msgspec.structs.replace(manifest, check="")
 
 
 def disk_digest(namespace: NamespaceFactors, partition: str) -> bytes:

@@ -56,7 +56,7 @@ class Health:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
 
     def switch_on(self) -> None:
-        """The medium works again, as far as a probe can tell: the next pause is short only after real work."""
+        """The medium works, as far as a probe can tell; only real work makes the next pause short again."""
         with self._lock:
             if self.state == "off":
                 logger.warning("kvquilt: %s is switched on again", self._name)
