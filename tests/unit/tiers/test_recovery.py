@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes
 from unit.tiers.disk_support import (
     budget_for,
     load,
@@ -14,8 +15,6 @@ from unit.tiers.disk_support import (
     prompt,
     save,
 )
-
-from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes
 
 LAYOUT = one_full()
 BUDGET = budget_for(LAYOUT, 20)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvquilt.layout.namespace import GroupFactors, LayerFactors, NamespaceFactors
+from kvquilt.store import warm_up
 from kvquilt.testing.tier_pages import PageSource
 from kvquilt.tiers import DiskOptions, NVMeTier
 
@@ -60,10 +62,17 @@ def namespace_of(source: PageSource, **more: Any) -> NamespaceFactors:
     return NamespaceFactors(**{**given, **more})
 
 
+@functools.cache
+def _warm_up_once() -> None:
+    """Threads that compile for seconds look like a medium that hangs."""
+    warm_up()
+
+
 def disk(
     path: Path, source: PageSource, num_bytes: int = 4 << 20, *, salt: str = "", **more: Any
 ) -> NVMeTier:
     """A disk tier in `path` for a source's pages."""
+    _warm_up_once()
     options = {
         name: more.pop(name) for name in ("write", "threads", "reclaim", "queue_bytes") if name in more
     }
