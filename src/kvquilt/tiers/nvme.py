@@ -537,6 +537,7 @@ class NVMeTier:
         ended = self._workers.close(_DRAIN_SECONDS)
         self._upkeep.join(_DRAIN_SECONDS)  # it may wait for the medium, too
         if ended and not self._upkeep.is_alive():
+            self._record_reset()
             self._save_stamps()
             self._close_opened()
         else:
@@ -604,6 +605,13 @@ class NVMeTier:
             self._health.switch_off(str(error))
             return
         self._health.switch_on()
+
+    def _record_reset(self) -> None:
+        """A last try at a reset that could not be recorded when it was asked for."""
+        with self._lock, contextlib.suppress(OSError, KVQuiltError):
+            opened = self._opened
+            if self._must_forget and opened is not None and opened.claim is not None:
+                self._next_generation(opened, opened.claim)
 
     def _save_stamps(self) -> None:
         opened = self._opened
