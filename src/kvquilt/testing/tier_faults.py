@@ -41,7 +41,7 @@ class FileFault:
     """Which calls go wrong, and how: by `error`, an errno, or by `effect`.
 
     calls: names of the calls. match: part of the file's name. only_direct: opening with O_DIRECT only.
-    from_offset: transfers that start there or later. rate, seed: a share of the calls that fit.
+    from_offset, to_offset: transfers that touch a byte in between. rate, seed: a share of the calls that fit.
     num_calls, num_waiting: calls that went wrong, and those that wait for `release` now.
     """
 
@@ -51,6 +51,7 @@ class FileFault:
     match: str = ""
     only_direct: bool = False
     from_offset: int = 0
+    to_offset: int = 1 << 62
     rate: float = 1.0
     seed: int = 0
     seconds: float = 0.002
@@ -76,11 +77,13 @@ class FileFault:
             if not self._changed.wait_for(lambda: self.num_calls >= count, timeout_seconds):
                 raise TimeoutError(f"{self.num_calls} calls of {self.calls} instead of {count}")
 
-    def apply(self, call: FileCall, name: str, *, direct: bool = False, offset: int = 0) -> FileEffect | None:
+    def apply(
+        self, call: FileCall, name: str, *, direct: bool = False, offset: int = 0, length: int = 1
+    ) -> FileEffect | None:
         """Let this call wait or raise OSError, or return what is left to do to it; counts it if it fits."""
-        if call not in self.calls or self.match not in name or offset < self.from_offset:
+        if call not in self.calls or self.match not in name or (self.only_direct and not direct):
             return None
-        if self.only_direct and not direct:
+        if offset + length <= self.from_offset or offset >= self.to_offset:
             return None
         with self._changed:
             if self.rate < 1.0 and self._draw.random() >= self.rate:
@@ -131,7 +134,7 @@ class FaultyFiles(Files):
         return fd
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        effects = self._apply("read", self._name(fd), offset=offset)
+        effects = self._apply("read", self._name(fd), offset=offset, length=sum(map(len, buffers)))
         if "short" in effects:
             super().read(fd, _half(buffers), offset)
             raise OSError(errno.EIO, "the file ended early")
@@ -140,7 +143,7 @@ class FaultyFiles(Files):
             _flip(buffers[-1])
 
     def write(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        effects = self._apply("write", self._name(fd), offset=offset)
+        effects = self._apply("write", self._name(fd), offset=offset, length=sum(map(len, buffers)))
         if "short" in effects:
             super().write(fd, _half(buffers), offset)
             raise OSError(errno.ENOSPC, "a write was cut short")
@@ -152,7 +155,7 @@ class FaultyFiles(Files):
                 os.pwrite(file.fileno(), bytes([old[0] ^ 1]), at)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
-        self._apply("allocate", self._name(fd), offset=offset)
+        self._apply("allocate", self._name(fd), offset=offset, length=length)
         super().allocate(fd, offset, length)
 
     def truncate(self, fd: int, length: int) -> None:
@@ -168,11 +171,11 @@ class FaultyFiles(Files):
             return self._names.get(fd, "")
 
     def _apply(
-        self, call: FileCall, name: str, *, direct: bool = False, offset: int = 0
+        self, call: FileCall, name: str, *, direct: bool = False, offset: int = 0, length: int = 1
     ) -> set[FileEffect | None]:
         with self._lock:
             faults = list(self._faults)
-        return {fault.apply(call, name, direct=direct, offset=offset) for fault in faults}
+        return {fault.apply(call, name, direct=direct, offset=offset, length=length) for fault in faults}
 
 
 def _half(buffers: Sequence[memoryview | bytes]) -> list[memoryview]:
