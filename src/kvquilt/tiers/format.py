@@ -27,7 +27,6 @@ __all__ = [
     "intact_entries",
     "parse_page_header",
     "seal_entries",
-    "verify_page",
 ]
 
 FORMAT_VERSION = 1
@@ -223,21 +222,6 @@ def parse_page_header(header: bytes | memoryview) -> PageHeader | None:
     checks = bytes(header[_PAGE_CHECK : _PAGE_CHECK + 24])
     own = xxhash.xxh3_64_intdigest(_unchecked(header))
     return page if struct.unpack_from("<Q", checks, 16)[0] == own else None
-
-
-def verify_page(header: bytes | memoryview, payload: memoryview, page: PageHeader) -> bool:
-    """Is this slot, byte for byte, the intact page that `page` describes? (its spans may differ)"""
-    found = _fields(header)
-    if found is None or (
-        found.group,
-        found.generation,
-        found.payload_bytes,
-        found.key,
-        found.namespace,
-        found.slot,
-    ) != (page.group, page.generation, page.payload_bytes, page.key, page.namespace, page.slot):
-        return False
-    return _checked_digest(header, payload) == bytes(header[_PAGE_CHECK:_HEADER_CHECK])
 
 
 def _fields(header: bytes | memoryview) -> PageHeader | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from unit.store.store_support import Plan, chain_of, full32_window16, present, save
 
 from kvquilt.store import Chain, KnownPages, Store
+from unit.store.store_support import Plan, chain_of, full32_window16, present, save
 
 
 def known(chain: Chain, group: int, blocks: list[int]) -> KnownPages:

@@ -27,9 +27,9 @@ from kvquilt.tiers.format import (
     PageHeader,
     entry_dtype,
     header_bytes,
-    pack_page,
     parse_page_header,
 )
+from unit.tiers.format_support import pack_page
 from unit.tiers.tier_support import LIMIT_SECONDS, disk
 
 MORE = int(os.environ.get("KVQUILT_STRESS", "1"))

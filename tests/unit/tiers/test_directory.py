@@ -291,7 +291,7 @@ def test_leftovers_of_dead_owners_go_and_a_live_owners_stay(tier: Open, root: Pa
     path = live._opened.claim.path  # type: ignore[union-attr]
     draft = path / ".manifest.json.x.tmp"
     draft.write_text("{")
-    dead = root / "dp0" / "dead"
+    dead = root / "dp0" / ("dead" * 8)
     dead.mkdir()
     (dead / "arena00.slab").write_bytes(bytes(100))
     own = tier(factors(model="own"), num_bytes=4 * MIB, dp_size=2)
