@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,19 @@ def kept_groups(layout: CacheLayout) -> list[int]:
 def save(tier: NVMeTier, chain: Chain, blocks: dict[int, Iterable[int]] | None = None) -> int:
     """Save these blocks by group, or all; wait for the end. How many were accepted."""
     if blocks is None:
-        blocks = {g: range(chain.num_blocks(g)) for g in kept_groups(tier.layout)}
+        return save_several(tier, [chain])
+    return _save(tier, [memory_for(tier, chain, g, b, True) for g, b in blocks.items()])
+
+
+def save_several(tier: NVMeTier, chains: Sequence[Chain]) -> int:
+    """Save all blocks of all groups of several prompts at once."""
+    groups = kept_groups(tier.layout)
+    return _save(tier, [memory_for(tier, c, g, range(c.num_blocks(g)), True) for c in chains for g in groups])
+
+
+def _save(tier: NVMeTier, pages: list[Pages]) -> int:
     ended = threading.Event()
-    accepted = tier.save([memory_for(tier, chain, g, b, True) for g, b in blocks.items()], ended.set)
+    accepted = tier.save(pages, ended.set)
     assert ended.wait(LIMIT_SECONDS)
     assert tier.wait_idle(LIMIT_SECONDS)
     return accepted
