@@ -97,9 +97,10 @@ def _print(report: FsckReport, console: Console) -> None:
     verdict = "sound" if report.sound else "NOT sound"
     if report.sound and (report.bad or report.orphaned) and all(one.repaired for one in report.namespaces):
         verdict = "repaired"
+    count = len(report.namespaces)
     _say(
         console,
-        f"{report.path}: {verdict}: {len(report.namespaces)} namespaces, {report.pages:,} pages, "
+        f"{report.path}: {verdict}: {count} namespace{'s' * (count != 1)}, {report.pages:,} pages, "
         f"{format_bytes(report.bytes)}, {report.bad:,} bad, {report.orphaned:,} orphaned",
     )
 
@@ -108,7 +109,8 @@ def _print_namespace(one: NamespaceReport, console: Console) -> None:
     facts = [one.model or "unknown model", f"generation {one.generation}", one.partition or ""]
     facts = facts if one.generation is not None else [f"manifest {one.manifest.replace('_', ' ')}"]
     facts += ["in use"] * one.in_use + ["repaired"] * one.repaired
-    table = Table(title=f"{one.path}\n{', '.join(facts)}", title_justify="left")
+    _say(console, f"{one.path}\n{', '.join(facts)}")
+    table = Table()
     table.add_column("group", no_wrap=True)
     for heading in ("pages", "bytes", "bad", "orphaned"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -121,7 +123,8 @@ def _print_namespace(one: NamespaceReport, console: Console) -> None:
             f"{group.bad:,}",
             f"{group.orphaned:,}" + (f" ({why})" if why else ""),
         )
-    console.print(table)
+    if one.groups:
+        console.print(table)
     for line in [*one.problems, *(f"left by a dead process: {path}" for path in one.leftovers)]:
         _say(console, f"  {line}")
 
