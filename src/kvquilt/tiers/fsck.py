@@ -41,7 +41,7 @@ __all__ = ["FsckReport", "GroupReport", "NamespaceReport", "Progress", "fsck"]
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called with (path of a namespace, pages read, pages to read)."""
-ManifestState = Literal["ok", "missing", "damaged", "other_version"]
+ManifestState = Literal["ok", "missing", "damaged", "other_version", "unreadable"]
 
 _TRIES = 3  # a reset by a live owner while its namespace is read
 _RANK = re.compile(r"dp\d+")
@@ -234,25 +234,37 @@ class _Version(msgspec.Struct):
 def _check(
     root: Path, path: Path, files: Files, progress: Progress, *, repair: bool
 ) -> NamespaceReport | None:
-    """One namespace; None if it has gone meanwhile."""
+    """One namespace; None if it has gone meanwhile. What the medium refuses is told of it, and no more."""
     try:
-        if not repair:
-            with no_start(root, shared=True):
-                in_use = is_locked(path)
-            return _survey(path, files, progress, in_use)[0]
-        held = hold_namespace(root, path)
-        if held is None:
-            logger.warning("kvquilt: fsck: %s is in use by a live process: checked, not repaired", path)
-            return _survey(path, files, progress, True)[0]
-        try:
-            report, checked = _survey(path, files, progress, False)
-            _repair(root, path, report, checked, files)
-        finally:
-            os.close(held)
-    except FileNotFoundError:
-        if path.is_dir():
-            raise
-        return None
+        if repair:
+            return _check_and_repair(root, path, files, progress)
+        with no_start(root, shared=True):
+            in_use = is_locked(path)
+        return _survey(path, files, progress, in_use)[0]
+    except OSError as error:
+        if not path.is_dir():
+            return None
+        return NamespaceReport(
+            path=str(path),
+            manifest="unreadable",
+            digest=path.name,
+            in_use=False,
+            disk_bytes=tree_bytes(path),
+            bad=1,
+            problems=[str(error)],
+        )
+
+
+def _check_and_repair(root: Path, path: Path, files: Files, progress: Progress) -> NamespaceReport:
+    held = hold_namespace(root, path)
+    if held is None:
+        logger.warning("kvquilt: fsck: %s is in use by a live process: checked, not repaired", path)
+        return _survey(path, files, progress, True)[0]
+    try:
+        report, checked = _survey(path, files, progress, False)
+        _repair(root, path, report, checked, files)
+    finally:
+        os.close(held)
     return report
 
 
@@ -271,7 +283,7 @@ def _survey(
         if manifest is None:
             report.problems = [f"{MANIFEST}: {state.replace('_', ' ')}"]
             report.bad = int(state in ("missing", "damaged"))
-        if not in_use or _read_manifest(path)[0] == manifest:
+        if _read_manifest(path)[0] == manifest:
             break
     return report, checked
 

@@ -95,7 +95,8 @@ def make_tier(root: Path, layout: CacheLayout, num_bytes: int, **more: Any) -> N
     fields = {name: more.pop(name) for name in list(more) if name in DiskOptions.__dataclass_fields__}
     namespace = more.pop("namespace", None) or namespace_of(layout, salt=more.pop("salt", ""))
     options = DiskOptions(root, num_bytes, **{"threads": 2, **fields})
-    return NVMeTier(layout, namespace, options, **more)
+    # A busy machine is no hung disk.
+    return NVMeTier(layout, namespace, options, **{"stall_seconds": LIMIT_SECONDS, **more})
 
 
 def prompt(layout: CacheLayout, number: int, units: int = 8) -> Chain:

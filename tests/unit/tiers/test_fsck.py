@@ -433,6 +433,17 @@ def test_a_namespace_without_a_good_manifest_is_bad_and_goes(root: Path, space: 
     assert told(root)["namespaces"] == []
 
 
+def test_a_namespace_that_cannot_be_read_does_not_hide_the_others(root: Path, space: Path) -> None:
+    twin = Path(shutil.copytree(space, space.with_name("0" * 32)))
+    (twin / "lock").unlink()
+    (twin / "lock").symlink_to(space / "lock")
+    for options in ([], ["--repair"]):
+        report = told(root, *options, status=1)
+        facts = {one["path"]: (one["manifest"], one["bad"]) for one in report["namespaces"]}
+        assert facts == {str(twin): ("unreadable", 1), str(space): ("ok", 0)}
+    assert (twin / "arena00.slab").exists()
+
+
 def test_a_namespace_of_another_version_is_left_alone(root: Path, space: Path) -> None:
     path = space / "manifest.json"
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
