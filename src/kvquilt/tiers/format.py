@@ -41,6 +41,7 @@ PAGE_MAGIC = b"KVQPAGE1"
 _FILE = struct.Struct("<8sIIQQII32s")
 # magic, version, group, generation, payload bytes, key, namespace digest, slot, keys per span, reserved
 _PAGE = struct.Struct("<8sIIQQ32s32sQII")
+_NUM_SPANS = 104  # where what names the page ends
 _PAGE_CHECK = _PAGE.size  # xxh3-128 of the header with both checks zero, then of the payload
 _HEADER_CHECK = _PAGE_CHECK + 16  # xxh3-64 of the header with both checks zero
 _SPANS = 160  # where the hashes inside the block start
@@ -112,7 +113,7 @@ class PageHeader:
 def _page_dtype(span_keys: int) -> np.dtype[np.void]:
     """A header as an array's element, for whole batches."""
     fields: list[tuple[str, object, int]] = [
-        ("facts", np.dtype(("u1", (_PAGE_CHECK,))), 0),
+        ("names", np.dtype(("u1", (_NUM_SPANS,))), 0),
         ("magic", np.dtype("S8"), 0),
         ("version", np.dtype("<u4"), 8),
         ("group", np.dtype("<u4"), 12),
@@ -121,8 +122,7 @@ def _page_dtype(span_keys: int) -> np.dtype[np.void]:
         ("key", np.dtype(("<u8", (4,))), 32),
         ("namespace", np.dtype(("u1", (32,))), 64),
         ("slot", np.dtype("<u8"), 96),
-        ("num_spans", np.dtype("<u4"), 104),
-        ("checks", np.dtype(("u1", (len(_NO_CHECKS),))), _PAGE_CHECK),
+        ("num_spans", np.dtype("<u4"), _NUM_SPANS),
         ("spans", np.dtype(("u1", (32 * span_keys,))), _SPANS),
     ]
     return np.dtype(
@@ -136,10 +136,10 @@ def _page_dtype(span_keys: int) -> np.dtype[np.void]:
 
 
 class PageHeaders:
-    """Headers of a batch of pages of one group, as they have to be.
+    """Headers of a batch of pages, as they have to be.
 
-    slots: ascending or not, one per page. keys: shape (n, 4). spans: bytes of the hashes inside each block,
-    at most span_keys of 32 bytes.
+    groups, slots: one per page. keys: shape (n, 4). spans: bytes of the hashes inside each block, at
+    most span_keys of 32 bytes.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class PageHeaders:
         span_keys: int,
         namespace: bytes,
         *,
-        group: int,
+        groups: Sequence[int],
         generation: int,
         payload_bytes: int,
         slots: NDArray[np.int64],
@@ -159,13 +159,13 @@ class PageHeaders:
         facts = self._facts
         facts["magic"] = PAGE_MAGIC
         facts["version"] = FORMAT_VERSION
-        facts["group"] = group
+        facts["group"] = groups
         facts["generation"] = generation
         facts["payload_bytes"] = payload_bytes
         facts["key"] = keys
         facts["namespace"] = np.frombuffer(namespace, dtype=np.uint8)
         facts["slot"] = slots
-        facts["num_spans"] = len(spans[0]) // 32 if len(slots) else 0
+        facts["num_spans"] = [len(span) // 32 for span in spans]
         if span_keys and len(slots):
             padded = b"".join(span.ljust(32 * span_keys, b"\0") for span in spans)
             facts["spans"] = np.frombuffer(padded, dtype=np.uint8).reshape(len(slots), -1)
@@ -173,7 +173,7 @@ class PageHeaders:
     def write(self, headers: memoryview, payloads: Sequence[memoryview]) -> None:
         """Put them with their checks into `headers`, one after another."""
         size = self._dtype.itemsize
-        np.frombuffer(headers, dtype=self._dtype)[: len(payloads)] = self._facts
+        headers[: size * len(payloads)] = self._facts.tobytes()
         for i, payload in enumerate(payloads):
             header = headers[i * size : (i + 1) * size]
             own = xxhash.xxh3_64_intdigest(header)
@@ -181,19 +181,18 @@ class PageHeaders:
             struct.pack_into("<Q", header, _HEADER_CHECK, own)
 
     def verify(self, headers: memoryview, payloads: Sequence[memoryview], which: Sequence[int]) -> list[bool]:
-        """For the pages `which`: is what was read, header and payload, the intact page?
+        """For the pages `which`: is what was read, header and payload, the intact page? (its
+        spans are as intact, but need not be those given)
 
         headers, payloads: of all pages of the batch.
         """
         size = self._dtype.itemsize
-        facts, spans = self._facts["facts"].tobytes(), self._facts["spans"].tobytes()
-        width = self._dtype["spans"].itemsize
+        names = self._facts["names"].tobytes()
         verdicts = []
         for i in which:
             header = headers[i * size : (i + 1) * size]
             verdicts.append(
-                header[:_PAGE_CHECK] == facts[i * _PAGE_CHECK : (i + 1) * _PAGE_CHECK]
-                and header[_SPANS : _SPANS + width] == spans[i * width : (i + 1) * width]
+                header[:_NUM_SPANS] == names[i * _NUM_SPANS : (i + 1) * _NUM_SPANS]
                 and _checked_digest(header, payloads[i]) == header[_PAGE_CHECK:_HEADER_CHECK]
             )
         return verdicts

@@ -242,7 +242,7 @@ class Slab:
     # ---- pages ----
 
     def write_pages(self, pages: Sequence[SlotPage], generation: int, stamp: int) -> None:
-        """Write each page of one group to its slot, and then all entries. Raises OSError; then no entry
+        """Write each page to its slot, and then all entries. Raises OSError; then no entry
         is left."""
         self._write_entries([page.slot for page in pages], None)
         headers = self._scratch(len(pages))
@@ -255,7 +255,7 @@ class Slab:
         self._write_entries([page.slot for page in pages], self._entries_of(pages, generation, stamp))
 
     def read_pages(self, pages: Sequence[SlotPage], generation: int) -> list[bool | None]:
-        """Fill the payloads of pages of one group: True if it is proven good, False if it is not that page,
+        """Fill the payloads of these pages: True if it is proven good, False if it is not that page,
         None if it could not be read. Raises OSError if no page could be read."""
         verdicts: list[bool | None] = [None] * len(pages)
         failure: OSError | None = None
@@ -302,7 +302,7 @@ class Slab:
         return PageHeaders(
             self.facts.span_keys,
             self.facts.namespace,
-            group=pages[0].group,
+            groups=[page.group for page in pages],
             generation=generation,
             payload_bytes=self.facts.slot_bytes - self.facts.header_bytes,
             slots=np.asarray([page.slot for page in pages], dtype=np.int64),
@@ -326,7 +326,7 @@ class Slab:
     def _entries_of(self, pages: Sequence[SlotPage], generation: int, stamp: int) -> NDArray[np.void]:
         entries = np.zeros(len(pages), dtype=self._dtype)
         entries["key"] = _joined_keys(pages)
-        entries["group"] = pages[0].group
+        entries["group"] = [page.group for page in pages]
         if self.facts.span_keys:
             entries["span"] = [self._padded_spans(page.spans) for page in pages]
         entries["generation"] = generation

@@ -11,7 +11,7 @@ def _headers(page: PageHeader) -> PageHeaders:
     return PageHeaders(
         len(page.spans) // 32,
         page.namespace,
-        group=page.group,
+        groups=[page.group],
         generation=page.generation,
         payload_bytes=page.payload_bytes,
         slots=np.asarray([page.slot], dtype=np.int64),

@@ -14,6 +14,7 @@ from kvquilt.tiers import format as fmt
 from kvquilt.tiers.directory import Manifest, ManifestArena, disk_digest
 from kvquilt.tiers.files import Files
 from unit.tiers.disk_support import make_tier, namespace_path, three_kinds
+from unit.tiers.format_support import pack_page, verify_page
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "format.md").read_text(encoding="utf-8")
 KEY, NAMESPACE, SPANS = bytes(range(1, 33)), bytes(range(101, 133)), bytes(range(150, 214))
@@ -63,7 +64,7 @@ def test_slot_headers_are_as_described() -> None:
     table = fields("A slot")
     page = fmt.PageHeader(5, 7, 8192, KEY, NAMESPACE, 1 << 40, SPANS)
     header, payload = memoryview(bytearray(fmt.header_bytes(2))), memoryview(bytes(8192))
-    fmt.pack_page(header, page, payload)
+    pack_page(header, page, payload)
     assert at(header, table["magic"]) == fmt.PAGE_MAGIC
     assert f"`{fmt.PAGE_MAGIC.decode()}`" in PAGE
     told = {name: number(header, table[name]) for name in ("version", "group", "generation", "payload_bytes")}
@@ -79,7 +80,7 @@ def test_slot_headers_are_as_described() -> None:
     assert number(header, table["header_check"]) == xxhash.xxh3_64_intdigest(bytes(bare))
     assert at(header, table["page_check"]) == xxhash.xxh3_128_digest(bytes(bare) + bytes(payload))
     assert fmt.parse_page_header(header) == page
-    assert fmt.verify_page(header, payload, page)
+    assert verify_page(header, payload, page)
 
 
 @pytest.mark.parametrize("spans", [0, 1, 122, 123, 124])
