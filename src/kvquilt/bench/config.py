@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -11,11 +12,13 @@ from kvquilt.config import Options, Retain, parse_options
 from kvquilt.errors import ConfigError
 from kvquilt.sizing import Partition
 from kvquilt.testing.specs import SPECS
+from kvquilt.units import parse_bytes
 
 __all__ = ["DEFAULT_MODEL", "PROFILES", "BenchConfig", "make_config"]
 
 DEFAULT_MODEL = "gemma4-mini"
 Order = Literal["same", "reversed"]
+DiskWrite = Literal["through", "evicted"]
 
 PROFILES: Mapping[str, Mapping[str, int]] = {
     "default": {"requests": 200, "prompt_tokens": 2000, "output_tokens": 8},
@@ -29,7 +32,8 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ram_bytes: host memory for kvquilt's pages; None: what holds the working set.
     order: the order of the prompts in the two warm phases. seed: of the prompts and of a tiny
-    model's weights. concurrency: requests that run at once.
+    model's weights. concurrency: requests that run at once. disk, disk_bytes, disk_write: of the run
+    with a restart; disk_bytes None: what holds the working set.
     """
 
     model: str = DEFAULT_MODEL
@@ -42,6 +46,10 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 8
     order: Order = "same"
     seed: int = 0
+    disk: str | None = None
+    disk_bytes: int | str | None = None
+    disk_write: DiskWrite = "through"
+    restart: bool = False
 
     @property
     def max_model_len(self) -> int:
@@ -56,6 +64,11 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     def parsed(self, ram_bytes: int | str) -> Options:
         """The connector's options as it will parse them. Raises ConfigError."""
         return parse_options({**self.options, "ram_bytes": ram_bytes})
+
+    def with_disk(self, ram_bytes: int, disk_bytes: int) -> dict[str, Any]:
+        """The connector's options of a run with a restart."""
+        disk = {"disk_path": self.disk, "disk_bytes": disk_bytes, "disk_write": self.disk_write}
+        return {**self.options, "ram_bytes": ram_bytes, **disk}
 
 
 def make_config(*, profile: str = "default", **values: Any) -> BenchConfig:
@@ -74,6 +87,8 @@ def make_config(*, profile: str = "default", **values: Any) -> BenchConfig:
     spec = SPECS.get(given.get("model", DEFAULT_MODEL))
     if spec is not None:
         given.setdefault("concurrency", spec.concurrency)
+    if "disk" in given:
+        given["disk"] = os.path.abspath(given["disk"])
     config = BenchConfig(**{**PROFILES[profile], **given})
     _check(config)
     return config
@@ -85,7 +100,12 @@ def _check(config: BenchConfig) -> None:
         value = getattr(config, name)
         if value < low:
             raise ConfigError(f"{_flag(name)}={value}: must be at least {low}")
-    choices = {"order": Order, "retention": Retain, "group_partition": Partition}
+    choices = {
+        "order": Order,
+        "retention": Retain,
+        "group_partition": Partition,
+        "disk_write": DiskWrite,
+    }
     for name, allowed in choices.items():
         if getattr(config, name) not in get_args(allowed):
             raise ConfigError(
@@ -93,6 +113,23 @@ def _check(config: BenchConfig) -> None:
             )
     if config.ram_bytes is not None:
         _ = config.parsed(config.ram_bytes).budget_bytes
+    _check_disk(config)
+
+
+def _check_disk(config: BenchConfig) -> None:
+    if config.restart and config.disk is None:
+        raise ConfigError("--restart: needs --disk DIR, where the pages outlive the engine")
+    if config.disk is not None and not config.restart:
+        raise ConfigError(
+            "--disk: needs --restart. The phases of an ordinary run take their pages from host memory, so "
+            "they would prove nothing about a disk"
+        )
+    if config.disk is None:
+        for name in ("disk_bytes", "disk_write"):
+            if getattr(config, name) != getattr(BenchConfig(), name):
+                raise ConfigError(f"{_flag(name)}: needs --disk DIR and --restart")
+    elif config.disk_bytes is not None:
+        parse_bytes(config.disk_bytes, "--disk-bytes")
 
 
 def _flag(name: str) -> str:

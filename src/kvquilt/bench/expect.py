@@ -5,27 +5,33 @@ Pure logic over the layout, `wanted_blocks` and `longest_hit`: no engine, no mea
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvquilt.bench.config import BenchConfig
-from kvquilt.bench.workload import shared_tokens
+from kvquilt.bench.workload import PRACTICE_PROMPTS, shared_tokens
 from kvquilt.config import Options
 from kvquilt.errors import ConfigError, SizingError
 from kvquilt.hits import longest_hit
 from kvquilt.layout import CacheGroup, CacheLayout, needed_blocks
 from kvquilt.retention import checkpoint_range, prompt_boundaries, wanted_blocks
 from kvquilt.sizing import SlotPlan, plan_slots
+from kvquilt.tiers.format import BLOCK_BYTES
 
 __all__ = [
     "ENGINE_INTERVAL",
     "Expectation",
+    "RestartExpectation",
+    "default_disk_bytes",
     "default_ram_bytes",
     "expect",
+    "expect_restart",
     "forks_matter",
     "holds",
     "kept_pages",
@@ -35,6 +41,7 @@ __all__ = [
 
 BoolArray = NDArray[np.bool_]
 _MAX_BUDGET = 1 << 50
+_DISK_FIXED_BYTES = 4 << 20
 ENGINE_INTERVAL = 0
 """The engine's `prefix_cache_retention_interval`: windows and states at prompts' ends and at forks."""
 
@@ -60,7 +67,20 @@ class Expectation:
     pages: Mapping[str, int] = field(default_factory=dict)
 
 
-def plan_for(layout: CacheLayout, options: Options, budget_bytes: int) -> SlotPlan:
+@dataclass(frozen=True)
+class RestartExpectation:
+    """What the second life must reach. hit_tokens: of each prompt. holds: the disk has slots for all that
+    the first life saves, and host memory for what runs at once; otherwise hits may be shorter.
+    pages: group -> pages that all prompts load."""
+
+    hit_tokens: int
+    holds: bool
+    pages: Mapping[str, int]
+
+
+def plan_for(
+    layout: CacheLayout, options: Options, budget_bytes: int, *, slot_overhead_bytes: int = 0
+) -> SlotPlan:
     """The connector's split of `budget_bytes` in the bench's engine. Raises SizingError."""
     return plan_slots(
         layout,
@@ -68,6 +88,7 @@ def plan_for(layout: CacheLayout, options: Options, budget_bytes: int) -> SlotPl
         options.planned_checkpoint_interval,
         partition=options.group_partition,
         state_interval=options.planned_state_interval(ENGINE_INTERVAL),
+        slot_overhead_bytes=slot_overhead_bytes,
     )
 
 
@@ -139,15 +160,55 @@ def holds(plan: SlotPlan, pages: Mapping[str, int]) -> bool:
 def default_ram_bytes(layout: CacheLayout, config: BenchConfig) -> int:
     """The least budget that holds the working set of all phases under the run's retention."""
     options = config.parsed(_MAX_BUDGET)
-    pages = working_set(layout, config, options, branches=True)
+    return _least_budget(layout, options, working_set(layout, config, options, branches=True))
+
+
+def default_disk_bytes(layout: CacheLayout, config: BenchConfig) -> int:
+    """A budget of a disk that holds what all prompts save, and those that warm an engine up.
+
+    Somewhat too much: each page is counted with two disk blocks for its header and its table entry.
+    """
+    options = config.parsed(_MAX_BUDGET)
+    more = msgspec.structs.replace(config, requests=config.requests + PRACTICE_PROMPTS)
+    pages = working_set(layout, more, options, branches=False)
+    return _DISK_FIXED_BYTES + _least_budget(layout, options, pages, 2 * BLOCK_BYTES)
+
+
+def expect_restart(
+    layout: CacheLayout,
+    config: BenchConfig,
+    options: Options,
+    warm_tokens: int,
+    *,
+    ram: SlotPlan,
+    disk_slots: Mapping[str, int],
+) -> RestartExpectation:
+    """What the second life must reach. warm_tokens: hits of all prompts if nothing is lost, as `expect`
+    has them. ram: the split of host memory. disk_slots: group -> slots on disk."""
+    more = msgspec.structs.replace(config, requests=config.requests + PRACTICE_PROMPTS)
+    at_once = msgspec.structs.replace(config, requests=min(config.requests, config.concurrency))
+    disk = dataclasses.replace(ram, slots=dict(disk_slots))
+    boundary = warm_tokens // config.requests
+    return RestartExpectation(
+        hit_tokens=boundary,
+        holds=holds(disk, working_set(layout, more, options, branches=False))
+        and holds(ram, working_set(layout, at_once, options, branches=False)),
+        pages={g.name: config.requests * _loaded(g, boundary) for g in _stored(layout)},
+    )
+
+
+def _least_budget(
+    layout: CacheLayout, options: Options, pages: Mapping[str, int], slot_overhead_bytes: int = 0
+) -> int:
     low, high = 0, 1 << 20
-    while not _fits(layout, options, high, pages):
+    while not _fits(layout, options, high, pages, slot_overhead_bytes):
         low, high = high, high * 2
         if high > _MAX_BUDGET:
             raise ConfigError(f"no budget up to {_MAX_BUDGET} bytes holds {sum(pages.values())} pages")
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(layout, options, middle, pages) else (middle, high)
+        fits = _fits(layout, options, middle, pages, slot_overhead_bytes)
+        low, high = (low, middle) if fits else (middle, high)
     return high
 
 
@@ -198,9 +259,11 @@ def _stored(layout: CacheLayout) -> list[CacheGroup]:
     return [group for group in layout.cacheable_groups if group.page_bytes]
 
 
-def _fits(layout: CacheLayout, options: Options, budget: int, pages: Mapping[str, int]) -> bool:
+def _fits(
+    layout: CacheLayout, options: Options, budget: int, pages: Mapping[str, int], slot_overhead_bytes: int
+) -> bool:
     try:
-        plan = plan_for(layout, options, budget)
+        plan = plan_for(layout, options, budget, slot_overhead_bytes=slot_overhead_bytes)
     except SizingError:
         return False
     return holds(plan, pages)

@@ -19,7 +19,17 @@ from kvquilt.testing.engine import Engine
 from kvquilt.testing.pages import PageRecorder, PageReport
 from kvquilt.testing.results import DraftCounts, Result
 
-__all__ = ["Counts", "Reference", "Tested", "run_reference", "run_tested"]
+__all__ = [
+    "Counts",
+    "Reference",
+    "Tested",
+    "check_layout",
+    "counts_of",
+    "run_phase",
+    "run_reference",
+    "run_tested",
+    "watch_pages",
+]
 
 Results = list[Result]
 CONTROL_PROMPTS = 12
@@ -78,31 +88,36 @@ class Tested:
     drafts: Mapping[str, DraftCounts]
 
 
-def run_reference(setup: BenchSetup, progress: BenchProgress) -> Reference:
+def run_reference(setup: BenchSetup, progress: BenchProgress, *, branches: bool = True) -> Reference:
     """The engine alone: the outputs to equal, and its own prefix hits as the bound.
 
     Its drift is taken where kvquilt's is: over prompts and branches from its own cache. Prompts also
     come one by one, as loads end one by one: hits that begin together stay in step for good, and
     would never show what a batch of an odd size, or a prefill beside decodes, does to the last bits.
+
+    branches: run those, too.
     """
     work, order, size = setup.work, setup.config.order, setup.config.concurrency
     branch_boundary = setup.expected.best_branch // setup.config.requests
     with open_engine(
         setup, progress, connector=None, clock=PausableClock(), keep_boundary=branch_boundary
     ) as engine:
-        cold = _run(engine, setup, progress, "prompts, computed", work.prompts)
+        cold = run_phase(engine, setup, progress, "prompts, computed", work.prompts)
         drafts = engine.drafts
-        warm = _run(engine, setup, progress, "engine_warm", work.prompts, order)
+        warm = run_phase(engine, setup, progress, "engine_warm", work.prompts, order)
         drafts = engine.drafts.since(drafts)
         sizes = (size, size - 1) if size > 1 else ()
         own_warm = [_own_hits(engine, setup, progress, n) for n in sizes]
-        own_branch = _run(engine, setup, progress, "its own hits, branches", work.branches)
-        empty_engine(engine)
-        branch = _run(engine, setup, progress, "branches, computed", work.branches)
+        own_branch: Results = []
+        branch: Results = []
         second: Results = []
-        if setup.expected.second_branch is not None:
+        if branches:
+            own_branch = run_phase(engine, setup, progress, "its own hits, branches", work.branches)
             empty_engine(engine)
-            second = _run(engine, setup, progress, "second branches, computed", work.second_branches)
+            branch = run_phase(engine, setup, progress, "branches, computed", work.branches)
+        if branches and setup.expected.second_branch is not None:
+            empty_engine(engine)
+            second = run_phase(engine, setup, progress, "second branches, computed", work.second_branches)
     drifts = [logprob_drift(results, cold) for results in (warm, *own_warm)]
     drift = max(*drifts, logprob_drift(own_branch, branch))
     return Reference(cold, warm, branch, second, drift, {"engine_warm": drafts})
@@ -129,28 +144,28 @@ def run_tested(
     work, order, clock = setup.work, setup.config.order, PausableClock()
     options = {**setup.config.options, "ram_bytes": setup.ram_bytes}
     with open_engine(setup, progress, connector=options, clock=clock) as engine:
-        _check_layout(engine, setup)
-        pages = _watch_pages(engine, clock)
+        check_layout(engine, setup)
+        pages = watch_pages(engine, clock)
         if prepare is not None:
             prepare(engine)
         drafts: dict[str, DraftCounts] = {}
 
         def phase(name: str, prompts: Sequence[Prompt], order: str = "same") -> Results:
             before = engine.drafts
-            results = _run(engine, setup, progress, name, prompts, order)
+            results = run_phase(engine, setup, progress, name, prompts, order)
             empty_engine(engine)
             drafts[name] = engine.drafts.since(before)
             return results
 
-        start = _counts(engine)
+        start = counts_of(engine)
         cold = phase("cold", work.prompts)
-        before_warm = _counts(engine)
+        before_warm = counts_of(engine)
         warm = phase("kvquilt_warm", work.prompts, order)
-        after_warm = _counts(engine)
+        after_warm = counts_of(engine)
         branch = phase("branch", work.branches)
         again = setup.expected.second_branch is not None
         second = phase("second_branch", work.second_branches) if again else []
-        end = _counts(engine)
+        end = counts_of(engine)
         engine.worker_connector.worker_side.observer = None
         sensitivity = _control(engine, setup, reference, progress)
     return Tested(
@@ -168,7 +183,7 @@ def run_tested(
     )
 
 
-def _run(
+def run_phase(
     engine: Engine,
     setup: BenchSetup,
     progress: BenchProgress,
@@ -176,6 +191,7 @@ def _run(
     prompts: Sequence[Prompt],
     order: str = "same",
 ) -> Results:
+    """Run prompts as the run's config says, shown as the stage `name`."""
     with progress.stage(f"  {name}") as advance:
         return engine.run(
             prompts,
@@ -186,7 +202,7 @@ def _run(
         )
 
 
-def _check_layout(engine: Engine, setup: BenchSetup) -> None:
+def check_layout(engine: Engine, setup: BenchSetup) -> None:
     """What was expected was expected of these groups, so the engine must have them."""
     found, planned = engine.connector.scheduler_side.layout, setup.model.layout
     if found != planned:
@@ -200,7 +216,7 @@ def _describe(layout: CacheLayout) -> str:
     return ", ".join(f"{g.name} ({g.tokens_per_block} tokens, {g.page_bytes} B)" for g in layout.groups)
 
 
-def _watch_pages(engine: Engine, clock: PausableClock) -> PageRecorder:
+def watch_pages(engine: Engine, clock: PausableClock) -> PageRecorder:
     """Have every page digested at save and after load, outside the clock."""
     side = engine.connector.scheduler_side
     side.saves.record_keys = side.loads.record_keys = True
@@ -209,7 +225,8 @@ def _watch_pages(engine: Engine, clock: PausableClock) -> PageRecorder:
     return recorder
 
 
-def _counts(engine: Engine) -> Counts:
+def counts_of(engine: Engine) -> Counts:
+    """The connector's counters now."""
     side = engine.connector.scheduler_side
     groups = side.store.stats().groups
     return Counts(
@@ -229,14 +246,14 @@ def _control(
     expected = [result.tokens for result in reference.cold]
     tested = [(i, g) for i, g in enumerate(layout.groups) if g.cacheable and g.page_bytes]
     tested = [(i, g) for i, g in tested if not g.draft and g.name not in setup.model.draft_groups]
-    _run(engine, setup, progress, "control: prompts again", prompts)
+    run_phase(engine, setup, progress, "control: prompts again", prompts)
     changed: dict[str, int] = {}
     copier = worker.copier
     for index, group in tested:
         empty_engine(engine)
         worker.copier = ZeroingCopier(copier, index)
         try:
-            results = _run(engine, setup, progress, f"control: {group.name} as zeros", prompts)
+            results = run_phase(engine, setup, progress, f"control: {group.name} as zeros", prompts)
         finally:
             worker.copier = copier
         changed[group.name] = sum(r.tokens != tokens for r, tokens in zip(results, expected, strict=False))

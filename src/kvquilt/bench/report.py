@@ -19,6 +19,7 @@ __all__ = [
     "PhaseReport",
     "Report",
     "Ttft",
+    "drift_failures",
     "equal_outputs",
     "failures",
     "logprob_drift",
@@ -161,7 +162,7 @@ def failures(report: Report, expected: Expectation, *, concurrency: int, unknown
     """Whatever did not hold, one sentence each; empty if the run proves what it is for."""
     return [
         *_output_failures(report),
-        *_drift_failures(report, concurrency),
+        *drift_failures(report.max_logprob_drift, report.engine_logprob_drift, concurrency),
         *_page_failures(report, unknown_pages),
         *_coverage_failures(report, expected.pages),
         *_control_failures(report.sensitivity),
@@ -182,8 +183,8 @@ def _output_failures(report: Report) -> list[str]:
     return [text]
 
 
-def _drift_failures(report: Report, concurrency: int) -> list[str]:
-    drift, own = report.max_logprob_drift, report.engine_logprob_drift
+def drift_failures(drift: float, own: float, concurrency: int) -> list[str]:
+    """The largest drift of a log-probability against its bound: the engine's own."""
     if concurrency == 1:
         return [] if drift == 0.0 else [f"log-probs: drift {drift:.3g}, must be 0 at concurrency 1"]
     bound = min(own, DRIFT_BOUND)

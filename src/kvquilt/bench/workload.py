@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from kvquilt.errors import ConfigError
 
-__all__ = ["Prompt", "Workload", "make_workload", "shared_tokens"]
+__all__ = ["PRACTICE_PROMPTS", "Prompt", "Workload", "make_workload", "shared_tokens"]
 
+PRACTICE_PROMPTS = 2
+"""Prompts that warm an engine up."""
 # Ids below are padding, end and begin in most vocabularies.
 _FIRST_TOKEN = 3
 _PROMPTS, _BRANCHES, _PRACTICE, _SECOND = range(4)
@@ -37,7 +39,7 @@ def shared_tokens(prompt_tokens: int) -> int:
 
 
 def make_workload(
-    *, requests: int, prompt_tokens: int, vocab_size: int, seed: int = 0, practice: int = 2
+    *, requests: int, prompt_tokens: int, vocab_size: int, seed: int = 0, practice: int = PRACTICE_PROMPTS
 ) -> Workload:
     """Prompts of `prompt_tokens` random ids each; the same arguments give the same prompts.
 

@@ -175,6 +175,16 @@ class PageRecorder:
         """`on_loaded` for a page list."""
         self.on_loaded(_rows(pages))
 
+    def digests(self) -> list[tuple[int, bytes, str]]:
+        """(group index, key, digest) of each page recorded so far: to be taken over by `recall`."""
+        with self._lock:
+            return [(group, key, digest) for (group, key), digest in self._saved.items()]
+
+    def recall(self, digests: Iterable[tuple[int, bytes, str]]) -> None:
+        """Take over what another recorder has seen, maybe in another process."""
+        with self._lock:
+            self._saved.update({(group, key): digest for group, key, digest in digests})
+
     def report(self) -> PageReport:
         """The counts so far."""
         with self._lock:
