@@ -153,3 +153,15 @@ def test_recorder_observes_page_lists() -> None:
     assert recorder.report().equal == 2
     with pytest.raises(ValueError, match="does the connector send keys"):
         recorder.saved(page_list([0, 1], [1, 2], b""))
+
+
+def test_digests_outlive_their_recorder() -> None:
+    kv_caches = caches()
+    first = PageRecorder(kv_caches, config(["wide"], ["tall"]))
+    first.on_saved([(0, 1, b"one"), (1, 2, b"two")])
+    second = PageRecorder(kv_caches, config(["wide"], ["tall"]))
+    second.recall(first.digests())
+    kv_caches["tall"][2, 0, 0, 0] += 1
+    second.on_loaded([(0, 1, b"one"), (1, 2, b"two"), (1, 1, b"one")])
+    report = second.report()
+    assert (report.recorded, report.compared, report.equal, report.unknown) == (2, 2, 1, 1)
