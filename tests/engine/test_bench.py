@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from engine.disk import flip, namespaces, used_slots
 from kvquilt.bench import make_config, run_bench
+from kvquilt.bench.phases import Reference, run_reference
+from kvquilt.bench.progress import SilentProgress
+from kvquilt.bench.restart import RestartOutcome, run_restart
+from kvquilt.bench.setup import set_up
 from kvquilt.cli.main import app
 from kvquilt.testing.models import make_model
 
@@ -154,6 +160,53 @@ def test_a_group_that_no_output_depends_on_proves_nothing(deaf_model: str) -> No
     assert status == 1
     assert [name for name, changed in report["sensitivity"].items() if not changed] == ["sliding.2"]
     assert report["equal_outputs"] == 8
+
+
+@pytest.fixture(scope="module")
+def restart_reference() -> Reference:
+    """What the engine says without kvquilt, for both runs with a restart."""
+    return run_reference(set_up(make_config(**SMALL)), SilentProgress(), branches=False)
+
+
+def restart(
+    reference: Reference, disk: Path, between: Callable[[], None] | None = None, **more: Any
+) -> RestartOutcome:
+    config = make_config(**SMALL, disk=str(disk), restart=True, **more)
+    return run_restart(config, reference=reference, between=between)
+
+
+@pytest.mark.slow
+def test_pages_outlive_a_killed_engine(restart_reference: Reference, tmp_path: Path) -> None:
+    outcome = restart(restart_reference, tmp_path / "disk")
+    report = outcome.report
+    assert outcome.failures == ()
+    assert outcome.expected.holds
+    assert report.external_hit_tokens == report.expected_hit_tokens == report.best_hit_tokens == 8 * 384
+    assert report.exact_hits == report.equal_outputs == report.loads == 8
+    assert report.phases["cold"].external_hit_tokens == 0
+    # Each prompt: 12 full blocks and 6 of each window are written; of each window one comes back.
+    assert report.pages_written == report.pages_recorded == 8 * (12 + 5 * 6)
+    assert report.pages_read == report.pages_compared == report.pages_equal == 8 * (12 + 5)
+    assert {g.name: (g.found_pages, g.read_pages) for g in report.groups}["full"] == (96, 96)
+    assert report.pages_dropped == report.pages_bad == report.load_failures == 0
+
+
+@pytest.mark.slow
+def test_a_damaged_disk_between_two_lives_is_found(restart_reference: Reference, tmp_path: Path) -> None:
+    """One bit in each page of one group: nothing of it is served, and the run says so."""
+    disk = tmp_path / "disk"
+
+    def damage() -> None:
+        [directory] = namespaces(disk)
+        slab, slot_bytes, slots = used_slots(directory, "sliding.3")
+        flip(slab, slot_bytes, slots)
+
+    outcome = restart(restart_reference, disk, damage)
+    found = "\n".join(outcome.failures)
+    assert "pages did not pass their check" in found
+    assert "restart_warm: 0 tokens hit, 3,072 were to be" in found
+    assert outcome.report.equal_outputs == 8
+    assert outcome.report.pages_equal == outcome.report.pages_compared == 0
 
 
 def test_arguments_that_cannot_be_run_end_with_status_2() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -33,12 +34,16 @@ class RestartOutcome:
 
 
 def run_restart(
-    config: BenchConfig, progress: BenchProgress | None = None, reference: Reference | None = None
+    config: BenchConfig,
+    progress: BenchProgress | None = None,
+    reference: Reference | None = None,
+    between: Callable[[], None] | None = None,
 ) -> RestartOutcome:
     """Run the prompts without kvquilt, then in an engine with a disk tier that is killed once all is
     written, then in another one that finds nothing but that disk. Both are processes of their own.
 
-    reference: that of another run with the same prompts, to save the time. Raises ConfigError, LayoutError
+    reference: that of another run with the same prompts, to save the time. between: called after the kill;
+    tests damage the disk there. Raises ConfigError, LayoutError
     or SizingError for what cannot be run, BenchError if an engine does not do its part.
     """
     progress = progress if progress is not None else SilentProgress()
@@ -55,6 +60,8 @@ def run_restart(
         reference = run_reference(setup, progress, branches=False)
     progress.say("first life: in a process that is killed once all is written")
     first = run_life(Task(config, "first", disk_bytes), kill=True)
+    if between is not None:
+        between()
     progress.say("killed; second life: another process, the same disk")
     second = run_life(Task(config, "second", disk_bytes, first.digests), kill=False)
     expected = expect_restart(
