@@ -276,13 +276,20 @@ class Promoter:
         self._tier.load(pages, ended)
 
     def _land(self, ticket_id: int, pages: Sequence[Pages], results: Sequence[BoolArray]) -> None:
-        """Make what has arrived visible; what has not must never be."""
+        """Make what has arrived visible; what has not must never be.
+
+        If the dense prefix has a hole now, windows and states beyond it are dropped too: the tier has dropped
+        its own, and would not get them again as long as host RAM has them.
+        """
+        dense = [self._layout.groups[part.group].dense for part in pages]
+        hole = any(is_dense and not good.all() for is_dense, good in zip(dense, results, strict=True))
+        usable = [good & (is_dense or not hole) for is_dense, good in zip(dense, results, strict=True)]
         bad = [
             (part.group, part.blocks[~good])
-            for part, good in zip(pages, results, strict=True)
+            for part, good in zip(pages, usable, strict=True)
             if not good.all()
         ]
-        if len(bad) == len(pages) and not any(good.any() for good in results):
+        if len(bad) == len(pages) and not any(good.any() for good in usable):
             self._store.abort(ticket_id, self._owner)
         else:
             self._store.commit(ticket_id, self._owner, without=bad)
