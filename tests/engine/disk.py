@@ -61,8 +61,8 @@ class DiskRig(Rig):
         return sum(self.counted(name).values())
 
     def assert_clean(self) -> None:
+        self.rest()  # pages are leased while they are written
         super().assert_clean()
-        self.rest()
         assert not self.promoter._promotions
         index = self.tier._opened.index if self.tier._opened is not None else None
         for store in filter(None, (self.side.store, index)):
