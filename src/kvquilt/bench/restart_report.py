@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvquilt.bench.expect import RestartExpectation
-from kvquilt.bench.report import PhaseReport, drift_failures
+from kvquilt.bench.report import PhaseReport, drift_failures, drift_is_exact
 
 __all__ = ["RESTART_PHASES", "RestartGroup", "RestartReport", "restart_failures"]
 
@@ -91,7 +91,11 @@ def restart_failures(
     """
     return [
         *_output_failures(report),
-        *drift_failures(report.max_logprob_drift, report.engine_logprob_drift, concurrency),
+        *drift_failures(
+            report.max_logprob_drift,
+            report.engine_logprob_drift,
+            exact=drift_is_exact(report.phases, concurrency),
+        ),
         *_hit_failures(report, must_be_exact=expected.holds and write == "through"),
         *_read_failures(report),
         *_page_failures(report),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from kvquilt.bench.report import drift_is_exact
 from kvquilt.bench.restart import RestartOutcome
 from kvquilt.bench.restart_report import RESTART_PHASES, RestartReport
 from kvquilt.units import format_bytes
@@ -68,8 +69,8 @@ def _group_table(report: RestartReport) -> Table:
 
 def _figures(outcome: RestartOutcome) -> list[str]:
     report, setup = outcome.report, outcome.setup
-    at_one = setup.config.concurrency == 1
-    bound = "must be 0 at concurrency 1" if at_one else "must not be more, nor above 1e-05"
+    exact = drift_is_exact(report.phases, setup.config.concurrency)
+    bound = "must be 0 at concurrency 1" if exact else "must not be more, nor above 1e-05"
     promotions = ", ".join(f"{count:,} {name}" for name, count in report.promotions.items())
     lines = [
         f"log-probs: largest drift {report.max_logprob_drift:.3g}; the engine's own prefix hits "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from kvquilt.bench.report import PHASES, Report
+from kvquilt.bench.report import PHASES, Report, drift_is_exact
 from kvquilt.bench.run import Outcome
 from kvquilt.units import format_bytes
 
@@ -92,8 +92,8 @@ def _group_table(report: Report) -> Table:
 def _figures(outcome: Outcome) -> list[str]:
     report, setup = outcome.report, outcome.setup
     other = "prompt_end" if setup.config.retention == "dense" else "dense"
-    at_one = setup.config.concurrency == 1
-    bound = "must be 0 at concurrency 1" if at_one else "must not be more, nor above 1e-05"
+    exact = drift_is_exact(report.phases, setup.config.concurrency)
+    bound = "must be 0 at concurrency 1" if exact else "must not be more, nor above 1e-05"
     lines = [
         f"log-probs: largest drift {report.max_logprob_drift:.3g}; the engine's own prefix hits "
         f"{report.engine_logprob_drift:.3g} ({bound})",

@@ -167,6 +167,14 @@ def test_drift_must_be_exactly_zero_at_concurrency_1() -> None:
     assert verdict(concurrency=8, **tiny) == ""
 
 
+def test_with_a_drafter_batches_differ_also_at_concurrency_1() -> None:
+    drafted = {"phases": phases(cold=msgspec.structs.replace(phase(), drafted_tokens=3))}
+    own = {"engine_logprob_drift": 1e-6}
+    assert verdict(concurrency=1, max_logprob_drift=1e-6, **own, **drafted) == ""
+    assert "above 1e-06" in verdict(concurrency=1, max_logprob_drift=2e-6, **own, **drafted)
+    assert "must be 0" in verdict(concurrency=1, max_logprob_drift=1e-6, **own)
+
+
 def test_drift_is_bounded_by_the_engines_own_and_by_a_constant() -> None:
     assert "above 1e-06" in verdict(max_logprob_drift=2e-6, engine_logprob_drift=1e-6)
     assert "above 1e-05" in verdict(max_logprob_drift=2e-5, engine_logprob_drift=1e-3)
