@@ -217,9 +217,11 @@ def test_evicted_writes_only_what_leaves_host_memory(truth: Truth, tmp_path: Pat
             rig.rest()
         assert sum(group.evictions for group in rig.side.store.stats().groups) > 0
         assert 0 < rig.sum("writes") < 0.8 * (len(SOME) + len(others)) * sum(SAVED.values())
-        for count in (1, len(SOME)):
+        for prompts in ([prompt] for prompt in (*SOME, *SOME)):
             rig.forget_locally()
-            assert_warm(rig, count)
+            warm = rig.run(prompts)
+            assert warm[0].external_hit_tokens >= 256
+            rig.assert_answers(warm, prompts)
             rig.rest()
         assert rig.counted("reads")["full"] >= NEEDED["full"]
 

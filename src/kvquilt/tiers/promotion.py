@@ -55,7 +55,8 @@ class Promoter:
     """Promotions of all requests. Used on one thread; loads end on the tier's threads.
 
     timeout_seconds: after it a request takes what host RAM has. Together promotions pin at most half of
-    host RAM, or one of them whatever it needs; others wait for their turn.
+    host RAM, or one of them whatever it needs; others wait for their turn. room_taken: called when
+    slots of host RAM have been reserved, on the same thread: others will have to make room next.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Promoter:
         *,
         timeout_seconds: float,
         clock: Callable[[], float],
+        room_taken: Callable[[], None] = lambda: None,
     ) -> None:
+        self._room_taken = room_taken
         self._store = store
         self._tier = tier
         self._layout = layout
@@ -226,6 +229,7 @@ class Promoter:
             return False
         if ticket.ticket_id is not None:
             self._load(promotion, chain, ticket, gathered)
+            self._room_taken()
         return True
 
     def _needed_bytes(self, tokens: int, local_tokens: int, ignore: Collection[str]) -> int:

@@ -69,8 +69,13 @@ class WriteBack:
             return
         for want in wants:
             self._mark(want)
-        for arena in range(len(self._settled)):
-            self._write_oldest(arena)
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Slots have been taken: under "evicted", write what would be evicted next."""
+        if self._when == "evicted":
+            for arena in range(len(self._settled)):
+                self._write_oldest(arena)
 
     def _evicted(self, arena: int, slots: NDArray[np.int64]) -> None:
         self.left_unwritten += int(np.count_nonzero(~self._settled[arena][slots]))

@@ -69,14 +69,20 @@ class Below:
             optional=optional,
         )
         memory = RamMemory(store)
-        self.promoter = Promoter(
-            store, self.tier, layout, memory, timeout_seconds=options.load_timeout_seconds, clock=clock
-        )
         self._write_back: WriteBack | None = None
         if options.disk_write != "never":
             self._write_back = WriteBack(
                 store, self.tier, layout, memory, partition=plan.partition, when=options.disk_write
             )
+        self.promoter = Promoter(
+            store,
+            self.tier,
+            layout,
+            memory,
+            timeout_seconds=options.load_timeout_seconds,
+            clock=clock,
+            room_taken=self._write_back.look_ahead if self._write_back is not None else lambda: None,
+        )
 
     def committed(self, wants: Sequence[Want]) -> None:
         """These pages have become visible in host RAM."""
