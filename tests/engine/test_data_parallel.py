@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,12 +11,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from engine.disk import namespaces
 from engine.processes import Child, left_behind, wait_until
+from kvquilt.tiers.directory import Manifest, tree_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 _TWO_CORES = """
-import asyncio
+import asyncio, json, sys
+OPTIONS = {"ram_bytes": "16MiB", **json.loads(sys.argv[1])}
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,7 +40,7 @@ async def main():
         skip_tokenizer_init=True, disable_hybrid_kv_cache_manager=False, data_parallel_size=2,
         kv_transfer_config={
             "kv_connector": "KVQuiltConnector", "kv_connector_module_path": "kvquilt.vllm",
-            "kv_role": "kv_both", "kv_connector_extra_config": {"ram_bytes": "16MiB"},
+            "kv_role": "kv_both", "kv_connector_extra_config": OPTIONS,
         },
     ))
     for number, rank in enumerate([0, 0, 1, 1, 0]):
@@ -49,10 +53,14 @@ if __name__ == "__main__":
 """
 
 
+def two_cores(folder: Path, **options: object) -> Child:
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"}
+    return Child([sys.executable, "-c", _TWO_CORES, json.dumps(options)], folder, binding)
+
+
 def test_each_engine_core_has_a_store_of_its_own(tmp_path: Path) -> None:
     """What one core has saved is no hit on the other, and the same prompt is never answered otherwise."""
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"}
-    with Child([sys.executable, "-c", _TWO_CORES], tmp_path, binding) as child:
+    with two_cores(tmp_path) as child:
         answers = [child.expect("rank").split(maxsplit=3)[1:] for _ in range(5)]
         assert [(rank, hit) for rank, hit, _ in answers] == [
             ("0", "0"),
@@ -66,3 +74,28 @@ def test_each_engine_core_has_a_store_of_its_own(tmp_path: Path) -> None:
         assert child.wait() == 0
         wait_until(lambda: not child.members(), f"still there: {child.members()}")
         assert left_behind([child], tmp_path) == []
+
+
+def test_each_engine_core_has_its_own_part_of_the_disk(tmp_path: Path) -> None:
+    """After a restart each core finds what it wrote itself; together they keep below the bound."""
+    disk, bound = tmp_path / "disk", 24 << 20
+    answers = []
+    for _ in range(2):
+        with two_cores(tmp_path, disk_path=str(disk), disk_bytes=bound) as child:
+            answers.append([child.expect("rank").split(maxsplit=3)[1:] for _ in range(5)])
+            child.expect("end")
+            assert child.wait() == 0
+            wait_until(lambda child=child: not child.members(), "the cores are still there")
+        assert tree_bytes(disk) <= bound
+    assert [hit for _, hit, _ in answers[0]] == ["0", "320", "0", "320", "320"]
+    assert [hit for _, hit, _ in answers[1]] == ["320"] * 5
+    assert len({tokens for life in answers for _, _, tokens in life}) == 1
+    found = namespaces(disk)
+    assert [path.parent.name for path in found] == ["dp0", "dp1"]
+    slots = []
+    for path in found:
+        manifest = Manifest.read(path)
+        assert manifest is not None
+        slots.append([arena.num_slots for arena in manifest.arenas])
+        assert bound / 3 < sum(arena.num_slots * arena.slot_bytes for arena in manifest.arenas) < bound / 2
+    assert slots[0] == slots[1]

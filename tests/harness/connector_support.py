@@ -137,6 +137,7 @@ class Quilt:
     ) -> None:
         names = ("ram_bytes", "group_partition", "retention", "retain_slack", "retain_generated")
         names += ("checkpoint_interval", "namespace_salt", "load_timeout_seconds", "mode", "draft")
+        names += ("disk_path", "disk_bytes", "disk_write", "disk_lora")
         multi_connector = rest.pop("multi_connector", True)
         options: dict[str, Any] = {"ram_bytes": "4MiB", **{n: rest.pop(n) for n in names if n in rest}}
         self.late: dict[int, LateWorker] = {}
@@ -274,6 +275,7 @@ class Quilt:
 
     def check_end(self, hook_errors: int | None = 0) -> None:
         """Holds once all is over: nothing is leased, reserved, pinned or waiting."""
+        self.check_disk()
         audit = self.store.audit()
         assert (audit.leases, audit.tickets) == (0, 0)
         assert self.side.pins is None or len(self.side.pins) == 0
@@ -282,6 +284,17 @@ class Quilt:
         if hook_errors is not None:
             assert sum(self.hook_errors().values()) == hook_errors, self.hook_errors()
         self.h.check_idle()
+
+    def check_disk(self) -> None:
+        """The disk tier, if there is one, comes to rest, and its index leases nothing."""
+        below = self.side.below
+        if below is None:
+            return
+        assert below.tier.wait_idle(60)
+        assert not below.promoter._promotions
+        if below.tier._opened is not None:
+            audit = below.tier._opened.index.audit()
+            assert (audit.leases, audit.tickets) == (0, 0)
 
     def hook_errors(self) -> dict[tuple[str, str], int]:
         total: dict[tuple[str, str], int] = {}
