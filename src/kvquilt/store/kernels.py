@@ -437,11 +437,12 @@ def adopt(s: Slots, slots: I64, keys: U64, groups: I32, spans: U64, stamps: I64)
 
 
 @njit
-def oldest(s: Slots, out: I64) -> int:
-    """The oldest pages that nobody leases into `out`, oldest first. How many."""
+def oldest(s: Slots, before: int, out: I64) -> int:
+    """The oldest pages that nobody leases and that were last touched before clock `before` into `out`,
+    oldest first. How many."""
     count = 0
     slot = s.meta[OLDEST]
-    while slot >= 0 and count < out.size:
+    while slot >= 0 and count < out.size and s.stamp[slot] < before:
         if s.pins[slot] == 0:
             out[count] = slot
             count += 1

@@ -44,6 +44,7 @@ from kvquilt.store.records import (
 __all__ = ["Store"]
 
 IntArray = NDArray[np.int64]
+_EVER = int(np.iinfo(np.int64).max)
 
 
 class Store:
@@ -192,13 +193,26 @@ class Store:
             lease_id = self._leases.take(owner, (), tuple(held)) if held else None
             return Gathered(lease_id, tuple(missing), tuple(awaited))
 
-    def lease_oldest(self, owner: str, arena: int, count: int) -> tuple[int | None, KnownPages]:
-        """Lease the `count` pages of an arena that would be evicted first."""
+    def oldest_until(self, arena: int, count: int) -> int:
+        """The clock at which the last of the `count` pages of an arena that would be evicted first was
+        touched; -1 if there is none."""
         with self._lock:
             self._check_open()
             slots_of = self._built.slots[arena]
             out = np.empty(count, dtype=np.int64)
-            slots = out[: kernels.oldest(slots_of, out)]
+            found = kernels.oldest(slots_of, _EVER, out)
+            return int(slots_of.stamp[out[found - 1]]) if found else -1
+
+    def lease_oldest(
+        self, owner: str, arena: int, count: int, *, before: int | None = None
+    ) -> tuple[int | None, KnownPages]:
+        """Lease the `count` pages of an arena that would be evicted first; before: those last touched
+        earlier than at this clock."""
+        with self._lock:
+            self._check_open()
+            slots_of = self._built.slots[arena]
+            out = np.empty(count, dtype=np.int64)
+            slots = out[: kernels.oldest(slots_of, _EVER if before is None else before, out)]
             pages = KnownPages(slots, slots_of.keys[slots], slots_of.span[slots], slots_of.group[slots])
             if not slots.size:
                 return None, pages

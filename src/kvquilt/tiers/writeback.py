@@ -72,10 +72,17 @@ class WriteBack:
         self.look_ahead()
 
     def look_ahead(self) -> None:
-        """Slots have been taken: under "evicted", write what would be evicted next."""
-        if self._when == "evicted":
+        """Slots have been taken: under "evicted", write what would be evicted next.
+
+        Dense pages take the windows and states that need them along, from pools that may be far from full.
+        So whatever is as old as the pages near their end is written, in all pools.
+        """
+        if self._when != "evicted":
+            return
+        until = max(map(self._near_the_end, range(len(self._settled))), default=-1)
+        if until >= 0:
             for arena in range(len(self._settled)):
-                self._write_oldest(arena)
+                self._write_oldest(arena, until)
 
     def _evicted(self, arena: int, slots: NDArray[np.int64]) -> None:
         self.left_unwritten += int(np.count_nonzero(~self._settled[arena][slots]))
@@ -101,13 +108,17 @@ class WriteBack:
         if not want.chain.durable:
             self.not_durable += slots.size
 
-    def _write_oldest(self, arena: int) -> None:
-        """Once a pool is nearly full: write what would be evicted next and has not been written."""
-        settled = self._settled[arena]
-        near = max(1, settled.size // _NEAR_THE_END)
+    def _near_the_end(self, arena: int) -> int:
+        """Once a pool is nearly full: the store's clock up to which its pages would be evicted next; -1."""
+        near = max(1, self._settled[arena].size // _NEAR_THE_END)
         if self._store.free_slots(arena) > near:
-            return
-        lease_id, known = self._store.lease_oldest(_OWNER, arena, near)
+            return -1
+        return self._store.oldest_until(arena, near)
+
+    def _write_oldest(self, arena: int, until: int) -> None:
+        """Write what has not been touched since and has not been written."""
+        settled = self._settled[arena]
+        lease_id, known = self._store.lease_oldest(_OWNER, arena, settled.size, before=until + 1)
         if lease_id is None:
             return
         fresh = ~settled[known.slots]

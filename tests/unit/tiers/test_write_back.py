@@ -66,3 +66,20 @@ def test_a_slot_that_holds_another_page_is_written_again() -> None:
     assert held(one) >= 4
     assert one.write_back.left_unwritten == 0
     one.end()
+
+
+def test_windows_that_leave_with_their_prefix_are_written_before_it_goes() -> None:
+    """Their own pool never fills, so nothing in it is near its end."""
+    one = Ladder([full(), sliding()], {"full": 32, "win": 64}, when="evicted")
+    chains = [one.chain(i, 4 * 16) for i in range(12)]
+    for chain in chains:
+        one.save(chain, (1, range(2, 4)), (0, range(4)))
+        one.written()
+    assert one.store.free_slots(1) > 32
+    assert one.write_back.left_unwritten == 0
+    for chain in chains[:4]:
+        assert not one.store.visible(chain, 1, 2, 4).any(), "gone from RAM with their prefix"
+        assert one.tier.present(chain, 0, 0, 4).all()
+        assert one.tier.present(chain, 1, 2, 4).all()
+    assert not one.tier.present(chains[-1], 1, 2, 4).any(), "nothing but what is about to leave"
+    one.end()
