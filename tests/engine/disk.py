@@ -161,7 +161,7 @@ class FaultyFiles(Files):
 def break_files(rig: DiskRig) -> FaultyFiles:
     """From now on the tier's calls go through the returned object."""
     files = FaultyFiles()
-    rig.tier._files = files
+    rig.tier._opener._files = files
     for slab in rig.tier._opened.slabs:
         slab._files = files
     return files

@@ -47,6 +47,7 @@ __all__ = [
     "hold_namespace",
     "is_locked",
     "list_namespaces",
+    "namespace_path",
     "namespace_paths",
     "no_start",
     "open_for_reading",
@@ -117,6 +118,11 @@ def disk_digest(namespace: NamespaceFactors, partition: str) -> bytes:
     """32 bytes that name what may lie in one slab: the namespace, how groups share slots, the format."""
     facts = f"{FORMAT_VERSION} {partition} ".encode() + namespace.digest()
     return hashlib.sha256(facts).digest()
+
+
+def namespace_path(root: Path, digest: str, dp_rank: int) -> Path:
+    """Where a namespace's files lie. digest: of `disk_digest`, in hex."""
+    return root / f"dp{dp_rank}" / digest[:32]
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ def claim_namespace(
     """
     _check_root(root)
     with _locked(root / LOCK):
-        path = root / f"dp{dp_rank}" / wanted.digest[:32]
+        path = namespace_path(root, wanted.digest, dp_rank)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
         lock_fd = _try_lock(path / LOCK)
@@ -224,7 +230,7 @@ def claim_namespace(
 def open_for_reading(root: Path, digest: str, dp_rank: int = 0) -> tuple[Path, Manifest]:
     """The directory of a namespace that somebody else may write to. Raises ConfigError if there is none."""
     _check_root(root)
-    path = root / f"dp{dp_rank}" / digest[:32]
+    path = namespace_path(root, digest, dp_rank)
     manifest = Manifest.read(path) if path.is_dir() else None
     if manifest is None or manifest.digest != digest:
         raise ConfigError(f'disk_path: nothing to read ({{"disk_write": "never"}}): no namespace in {path}')

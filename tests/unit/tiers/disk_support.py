@@ -183,4 +183,4 @@ def whole(layout: CacheLayout, chain: Chain) -> dict[int, list[int]]:
 
 def namespace_path(tier: NVMeTier) -> Path:
     """Directory of a tier's namespace."""
-    return tier.options.path / f"dp{tier.options.dp_rank}" / tier._digest.hex()[:32]
+    return tier.path
