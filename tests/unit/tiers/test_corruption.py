@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ class Slabs:
             held = (self.file(name).stat().st_size - BLOCK_BYTES) // arena.slot_bytes
             for slot in range(min(arena.num_slots, held)):
                 page = parse_page_header(bytes(self.read(name, slot)[: header_bytes(arena.span_keys)]))
-                if page is not None and page.generation == self.manifest.generation:
+                if page is not None and (page.generation, page.slot) == (self.manifest.generation, slot):
                     found[name, slot] = page
         return found
 
@@ -152,7 +153,10 @@ class Damage:
         self._world = world
         self._slabs = world.slabs
         self._draw = draw
-        self._pages = world.slabs.pages()
+        pages = world.slabs.pages()
+        # A page that went with another one still lies where it was when it is saved again elsewhere.
+        times = Counter((page.group, page.key) for page in pages.values())
+        self._pages = {place: page for place, page in pages.items() if times[page.group, page.key] == 1}
         self.bad: set[Page] = set()
         self.done = 0
 
