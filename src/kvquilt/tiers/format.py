@@ -42,9 +42,10 @@ _FILE = struct.Struct("<8sIIQQII32s")
 # magic, version, group, generation, payload bytes, key, namespace digest, slot, keys per span, reserved
 _PAGE = struct.Struct("<8sIIQQ32s32sQII")
 _NUM_SPANS = 104  # where what names the page ends
-_PAGE_CHECK = _PAGE.size  # xxh3-128 of the header with both checks zero, then of the payload
+_PAGE_CHECK = _PAGE.size  # xxh3-128 of the header with this check zero, then of the payload
 _HEADER_CHECK = _PAGE_CHECK + 16  # xxh3-64 of the header with both checks zero
 _SPANS = 160  # where the hashes inside the block start
+_NO_PAGE_CHECK = bytes(16)
 _NO_CHECKS = bytes(24)
 
 
@@ -176,9 +177,8 @@ class PageHeaders:
         headers[: size * len(payloads)] = self._facts.tobytes()
         for i, payload in enumerate(payloads):
             header = headers[i * size : (i + 1) * size]
-            own = xxhash.xxh3_64_intdigest(header)
+            struct.pack_into("<Q", header, _HEADER_CHECK, xxhash.xxh3_64_intdigest(header))
             header[_PAGE_CHECK:_HEADER_CHECK] = _page_digest(header, payload)
-            struct.pack_into("<Q", header, _HEADER_CHECK, own)
 
     def verify(self, headers: memoryview, payloads: Sequence[memoryview], which: Sequence[int]) -> list[bool]:
         """For the pages `which`: is what was read, header and payload, the intact page? (its
@@ -193,22 +193,16 @@ class PageHeaders:
             header = headers[i * size : (i + 1) * size]
             verdicts.append(
                 header[:_NUM_SPANS] == names[i * _NUM_SPANS : (i + 1) * _NUM_SPANS]
-                and _checked_digest(header, payloads[i]) == header[_PAGE_CHECK:_HEADER_CHECK]
+                and _page_digest(header, payloads[i]) == header[_PAGE_CHECK:_HEADER_CHECK]
             )
         return verdicts
 
 
 def _page_digest(header: bytes | memoryview, payload: memoryview) -> bytes:
-    digest = xxhash.xxh3_128(header)
-    digest.update(payload)
-    return digest.digest()
-
-
-def _checked_digest(header: bytes | memoryview, payload: memoryview) -> bytes:
-    """The digest of a header that has its checks, taken without them."""
+    """The page's check: of the header as if that check were zero, then of the payload."""
     digest = xxhash.xxh3_128(header[:_PAGE_CHECK])
-    digest.update(_NO_CHECKS)
-    digest.update(header[_PAGE_CHECK + len(_NO_CHECKS) :])
+    digest.update(_NO_PAGE_CHECK)
+    digest.update(header[_HEADER_CHECK:])
     digest.update(payload)
     return digest.digest()
 

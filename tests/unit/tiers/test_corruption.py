@@ -30,7 +30,7 @@ from kvquilt.tiers.format import (
     header_bytes,
     parse_page_header,
 )
-from unit.tiers.format_support import pack_page
+from unit.tiers.format_support import pack_page, verify_page
 from unit.tiers.tier_support import LIMIT_SECONDS, disk
 
 MORE = int(os.environ.get("KVQUILT_STRESS", "1"))
@@ -511,3 +511,21 @@ def test_a_bit_that_flips_in_the_manifest_undoes_no_reset(world: World) -> None:
     tier = world.open()
     check(world, tier, set(), set())
     tier.close()
+
+
+def test_every_byte_of_a_slot_is_covered() -> None:
+    """Whichever bit of header, checks or payload flips, the page is not what it was."""
+    payload = memoryview(bytearray(random.Random("payload").randbytes(512)))
+    header = aligned_buffer(BLOCK_BYTES)
+    page = PageHeader(0, 7, len(payload), bytes(range(32)), bytes(range(32, 64)), 5, bytes(range(64)))
+    pack_page(header, page, payload)
+    assert verify_page(header, payload, page)
+    assert parse_page_header(header) == page
+    draw = random.Random("bits")
+    for part in (header, payload):
+        for at in range(len(part)):
+            bit = 1 << draw.randrange(8)
+            part[at] ^= bit
+            assert not verify_page(header, payload, page), at
+            part[at] ^= bit
+    assert verify_page(header, payload, page)
