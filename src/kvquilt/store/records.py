@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvquilt.errors import StoreCorruptError
 from kvquilt.store.chain import Chain
 
 if TYPE_CHECKING:
@@ -200,3 +201,8 @@ class Audit(msgspec.Struct, frozen=True):
     arenas: list[ArenaAudit]
     leases: int
     tickets: int
+
+    def check_idle(self) -> None:
+        """Raises StoreCorruptError if somebody holds a lease or a ticket."""
+        if self.leases or self.tickets:
+            raise StoreCorruptError(f"{self.leases} leases and {self.tickets} tickets were never ended")

@@ -353,7 +353,7 @@ class NVMeTier:
         """Prove that the index leaks nothing; call it when idle. Raises StoreCorruptError."""
         opened = self._opened
         if opened is not None:
-            opened.index.audit()
+            opened.index.audit().check_idle()
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         return self._workers.wait_idle(timeout_seconds)

@@ -170,7 +170,7 @@ class RamTier:
     def audit(self) -> None:
         """Prove that the index leaks nothing; call it when idle. Raises StoreCorruptError."""
         if not self._closed:
-            self._store.audit()
+            self._store.audit().check_idle()
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         with self._changed:

@@ -18,7 +18,7 @@ from kvquilt.testing.tier_faults import FaultyFiles, FaultyTier, FileFault
 from kvquilt.testing.tier_pages import PageSource
 from kvquilt.tiers import NVMeTier, RamTier, nvme
 from kvquilt.tiers.base import GroupTierStats
-from kvquilt.tiers.directory import MANIFEST
+from kvquilt.tiers.directory import MANIFEST, Manifest
 from kvquilt.tiers.format import BLOCK_BYTES
 from kvquilt.tiers.health import Health
 from unit.tiers.tier_support import LIMIT_SECONDS, Clock, disk, until
@@ -513,6 +513,7 @@ def test_a_reset_while_slots_are_being_found_again(
     rig.source.save(tier, chain)
     tier.close()
     (rig.namespace() / "arena00.table").unlink()
+    before = Manifest.read(rig.namespace())
     monkeypatch.setattr(nvme, "_SLOTS_READ_AT_ONCE", 0)
     headers = FileFault({"read"}, effect="hang", match=".slab", from_offset=DATA)
     with rig.files.inject(headers):
@@ -527,6 +528,10 @@ def test_a_reset_while_slots_are_being_found_again(
                 assert tier.reset() is False
     rig.comes_back(tier)
     assert rig.present(tier, chain) == 0
+    after = Manifest.read(rig.namespace())
+    assert before is not None
+    assert after is not None
+    assert after.generation == before.generation + 1
     rig.works(tier)
     tier.close()
     assert rig.present(rig.open(), chain) == 0

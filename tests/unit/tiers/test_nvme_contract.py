@@ -1,9 +1,7 @@
-"""The NVMe tier: as it is, with ends that are told late, on a slow disk, through the page cache."""
+"""The NVMe tier: as it is, with ends that are told late, on a slow disk."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,14 +72,4 @@ class TestNVMeTierOnASlowDisk(TestNVMeTier):
         files = FaultyFiles()
         slow = FileFault({"read", "write"}, effect="delay", from_offset=4096)
         with files.inject(slow):
-            yield Opener(tmp_path, files)
-
-
-class TestNVMeTierWithoutDirectIO(TestNVMeTier):
-    @pytest.fixture
-    def opener(self, tmp_path: Path) -> Iterator[Opener]:
-        files = FaultyFiles()
-        refusal = FileFault({"open"}, error=errno.EINVAL, only_direct=True)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(files.inject(refusal))
             yield Opener(tmp_path, files)
