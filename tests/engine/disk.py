@@ -39,8 +39,10 @@ class DiskRig(Rig):
         return self.side.below.promoter
 
     def attach(self) -> None:
-        """Step until the worker has attached the pools: nothing is looked up before."""
+        """Step until the worker has attached the pools: nothing is looked up before. From then on no save is
+        skipped because many others are under way, as they are on a busy machine."""
         self.engine.step_until_idle()
+        self.side.pins.cap = 1_000_000
 
     def rest(self) -> None:
         """Nothing is queued or under way, in the engine or below."""
