@@ -129,7 +129,7 @@ def test_restarts_kills_and_resets_never_bring_back_anything_wrong(tmp_path: Pat
 
 def test_a_hit_over_memory_and_disk_together(tmp_path: Path) -> None:
     """The head of a prompt is only on disk, its tail only in memory."""
-    with Quilt(GROUPS, ram_bytes="1MiB", disk_path=str(tmp_path / "disk"), disk_bytes=DISK_BYTES) as quilt:
+    with Quilt(GROUPS, ram_bytes="8MiB", disk_path=str(tmp_path / "disk"), disk_bytes=DISK_BYTES) as quilt:
         quilt.start()
         quilt.serve(BASES[0][:200])
         quilt.check_disk()
