@@ -105,6 +105,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             data = (directory / MANIFEST).read_bytes()
         except FileNotFoundError:
             return None
+        return cls.parse(data)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest | None:
+        """The manifest in a file's content; None as for `read`."""
         try:
             manifest = msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError:

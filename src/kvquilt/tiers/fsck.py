@@ -212,11 +212,13 @@ def _read_manifest(path: Path) -> tuple[Manifest | None, ManifestState]:
         data = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         return None, "missing"
-    try:
-        version = msgspec.json.decode(data, type=_Version).format_version
-        if version != FORMAT_VERSION:
+    with contextlib.suppress(ValueError):
+        if msgspec.json.decode(data, type=_Version).format_version != FORMAT_VERSION:
             return None, "other_version"
-        manifest = msgspec.json.decode(data, type=Manifest)
+    manifest = Manifest.parse(data)
+    if manifest is None:
+        return None, "damaged"
+    try:
         digest = bytes.fromhex(manifest.digest)
     except ValueError:
         return None, "damaged"

@@ -226,7 +226,7 @@ def _find_orphans(slabs: list[CheckedSlab], layout: CacheLayout) -> None:
         twice = np.zeros(len(checked.good), dtype=np.bool_)
         slots = np.flatnonzero(checked.good)
         if slots.size:
-            # As a start does it: of two slots with one page the older one stays.
+            # As at a start: of two slots with one page the one written first stays.
             slots = slots[np.argsort(checked.entries["stamp"][slots], kind="stable")]
             names = _names(checked, slots)
             _, first = np.unique(names, return_index=True)

@@ -408,7 +408,7 @@ def test_pages_of_a_seed_that_died_with_its_process_are_orphaned(tmp_path: Path)
 # ---- manifests and leftovers ----
 
 
-@pytest.mark.parametrize("damage", ["missing", "json", "digest", "slabs", "link"])
+@pytest.mark.parametrize("damage", ["missing", "json", "digest", "slabs", "generation", "link"])
 def test_a_namespace_without_a_good_manifest_is_bad_and_goes(root: Path, space: Path, damage: str) -> None:
     path = space / "manifest.json"
     text = path.read_text()
@@ -420,6 +420,8 @@ def test_a_namespace_without_a_good_manifest_is_bad_and_goes(root: Path, space: 
         path.write_text(text.replace("some/model", "other/model"))
     elif damage == "slabs":
         path.write_text(text.replace('"arena00"', '"../arena00"'))
+    elif damage == "generation":
+        path.write_text(text.replace('"generation": 1', '"generation": 3'))
     else:
         path.rename(root / "elsewhere.json")
         path.symlink_to(root / "elsewhere.json")
