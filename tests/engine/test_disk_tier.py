@@ -103,12 +103,15 @@ def test_a_lost_table_is_rebuilt_from_the_headers(truth: Truth, left: Path) -> N
 
 def test_host_memory_smaller_than_the_working_set(truth: Truth, tmp_path: Path) -> None:
     with disk_engine(truth, tmp_path / "disk", ram_bytes=SMALL_RAM) as rig:
-        rig.fill(SOME)
-        rig.rest()
+        for prompt in SOME:
+            rig.fill([prompt])
+            rig.rest()  # what is being written can't make room
         assert sum(group.evictions for group in rig.side.store.stats().groups) > 0
-        for _ in range(2):
+        for prompts in ([prompt] for prompt in (*SOME, *SOME)):
             rig.forget_locally()
-            assert_warm(rig)
+            warm = rig.run(prompts)
+            rig.assert_hits(warm, prompts)
+            rig.assert_answers(warm, prompts)
             rig.rest()
         assert rig.promoter.counts["started"] >= len(SOME)
         assert rig.counted("pages") == times(len(SOME), SAVED)
@@ -206,9 +209,10 @@ def test_shared_rows_are_another_namespace(truth: Truth, left: Path) -> None:
 
 
 def test_evicted_writes_only_what_leaves_host_memory(truth: Truth, tmp_path: Path) -> None:
-    """Written before they go, in good time: up to an eighth of a pool, which here is one prompt."""
-    others = random_prompts(33, *[331] * 8)
-    with disk_engine(truth, tmp_path / "disk", ram_bytes="9MiB", disk_write="evicted") as rig:
+    """Written before they go, in good time: up to an eighth of a pool, which here is two prompts."""
+    others = random_prompts(33, *[331] * 18)
+    options = {"ram_bytes": "18MiB", "disk_bytes": "48MiB", "disk_write": "evicted"}
+    with disk_engine(truth, tmp_path / "disk", **options) as rig:
         rig.fill(SOME[:1])
         rig.rest()
         assert rig.sum("writes") == 0, "nothing is about to leave host memory"
