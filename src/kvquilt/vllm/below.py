@@ -18,9 +18,11 @@ __all__ = ["Below", "DataParallelRank"]
 IDLE_SECONDS = 0.001
 """How long an engine with nothing else to do waits for a disk before it asks again."""
 
-MOST_QUEUED_BYTES = 256 << 20
-RAM_SHARE = 8
-"""Writes may queue up to this part of host RAM, since what is queued can't be evicted."""
+def queue_bytes(ram_bytes: int) -> int:
+    """Bytes that may wait to be written: what is queued can't be evicted, so a quarter of host RAM, half
+    of a small one, and never more than 256 MiB."""
+    return min(256 << 20, max(ram_bytes // 4, min(64 << 20, ram_bytes // 2)))
+
 
 DataParallelRank = tuple[int, int]
 """(index, number of ranks)."""
@@ -60,7 +62,7 @@ class Below:
                 reclaim=options.disk_reclaim,
                 dp_rank=rank[0],
                 dp_size=rank[1],
-                queue_bytes=min(MOST_QUEUED_BYTES, options.budget_bytes // RAM_SHARE),
+                queue_bytes=queue_bytes(options.budget_bytes),
             ),
             num_ranks=plan.num_ranks,
             partition=plan.partition,
