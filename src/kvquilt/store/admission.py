@@ -39,7 +39,8 @@ class Admission:
 
     optional: groups that a hit may do without, all of them together: the others don't need them.
     usable: slots of each arena that have memory. committed, evicted[reason]: pages per group index.
-    log: hears of every page that becomes visible or goes. on_evicted: of (arena, slots) that made room.
+    log: hears of every page that becomes visible or goes. on_evicted: of (arena, slots) that made
+    room, or went with what did.
     """
 
     def __init__(
@@ -199,7 +200,12 @@ class Admission:
 
     def _drop_orphans(self, dense_index: int, lost: IntArray) -> None:
         for rule in self._orphaning.get(dense_index, ()):
-            self.evicted["orphan"][rule.other.index] += rule.apply(lost, self._log)
+            gone = rule.apply(lost)
+            self.evicted["orphan"][rule.other.index] += gone.size
+            if self._log is not None:
+                self._log.removed(rule.other.slots, gone)
+            if self.on_evicted is not None:
+                self.on_evicted(rule.other.arena, gone)
 
 
 def _count(counts: dict[str, int], view: GroupIndex, number: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,6 @@ from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.store import kernels
 from kvquilt.store.chain import Chain
 from kvquilt.store.kernels import Slots
-
-if TYPE_CHECKING:
-    from kvquilt.store.changes import ChangeLog
 
 __all__ = ["GroupIndex", "Orphaning", "new_slots", "orphaning_rules", "span_steps"]
 
@@ -122,9 +118,9 @@ class Orphaning:
     inner: int
     after: int
 
-    def apply(self, lost: IntArray, log: ChangeLog | None = None) -> int:
-        """Free what the loss of these slots of the dense group orphans; how many pages went."""
-        gone = np.empty(lost.size * (self.inner + 1) if log is not None else 0, dtype=np.int64)
+    def apply(self, lost: IntArray) -> IntArray:
+        """Free what the loss of these slots of the dense group orphans; the slots of the pages that went."""
+        gone = np.empty(lost.size * (self.inner + 1), dtype=np.int64)
         count = kernels.withdraw_orphans(
             self.dense.slots,
             lost,
@@ -135,9 +131,7 @@ class Orphaning:
             self.after,
             gone,
         )
-        if log is not None and count:
-            log.removed(self.other.slots, gone[:count])
-        return int(count)
+        return gone[:count]
 
 
 def span_steps(layout: CacheLayout) -> dict[int, int]:

@@ -203,21 +203,19 @@ class Store:
             found = kernels.oldest(slots_of, _EVER, out)
             return int(slots_of.stamp[out[found - 1]]) if found else -1
 
-    def lease_oldest(
-        self, owner: str, arena: int, count: int, *, before: int | None = None
-    ) -> tuple[int | None, KnownPages]:
-        """Lease the `count` pages of an arena that would be evicted first; before: those last touched
-        earlier than at this clock."""
+    def oldest(self, arena: int, count: int, *, before: int) -> IntArray:
+        """Slots of at most `count` unleased pages last touched before this clock, the oldest first."""
         with self._lock:
             self._check_open()
-            slots_of = self._built.slots[arena]
             out = np.empty(count, dtype=np.int64)
-            slots = out[: kernels.oldest(slots_of, _EVER if before is None else before, out)]
-            pages = KnownPages(slots, slots_of.keys[slots], slots_of.span[slots], slots_of.group[slots])
-            if not slots.size:
-                return None, pages
-            kernels.pin(slots_of, slots)
-            return self._leases.take(owner, (), ((slots_of, slots),)), pages
+            return out[: kernels.oldest(self._built.slots[arena], before, out)]
+
+    def known_pages(self, arena: int, slots: IntArray) -> KnownPages:
+        """What lies in these slots, which hold visible pages."""
+        with self._lock:
+            self._check_open()
+            found = self._built.slots[arena]
+            return KnownPages(slots, found.keys[slots], found.span[slots], found.group[slots])
 
     def visible(self, chain: Chain, group_index: int, first: int, last: int) -> NDArray[np.bool_]:
         """For each of blocks first..last-1: is its page visible? All False for a group without pages."""

@@ -44,7 +44,7 @@ def warm_up() -> None:
         _save(store, other)
         store.lookup("warm", other, 9, local_tokens=2)
         store.gather("warm", other, 4)
-        store.lease_oldest("warm", 0, 1, before=store.oldest_until(0, 1) + 1)
+        store.oldest(0, 1, before=store.oldest_until(0, 1) + 1)
         store.release_owner("warm")
         store.withdraw(other, 0, np.arange(1))
         store.reset()

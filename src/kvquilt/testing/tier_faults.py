@@ -239,6 +239,10 @@ class FaultyTier:
         self._begin()
         return self.inner.save(pages, lambda: self._later(done))
 
+    def room_bytes(self) -> int:
+        """As the inner tier."""
+        return self.inner.room_bytes()
+
     def load(self, pages: Sequence[Pages], done: Loaded) -> None:
         """As the inner tier; the end is told later."""
         scribble = self._goes_wrong("scribble")

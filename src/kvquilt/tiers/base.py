@@ -89,6 +89,9 @@ class Tier(Protocol):
         done: called once when the memory is no longer read, maybe before this returns.
         """
 
+    def room_bytes(self) -> int:
+        """Bytes of pages that `save` would not refuse now for a full queue; 0 while nothing is kept."""
+
     def load(self, pages: Sequence[Pages], done: Loaded) -> None:
         """Fill this memory. done: called once when it is no longer written, maybe before this returns."""
 

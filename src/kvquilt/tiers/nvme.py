@@ -172,14 +172,20 @@ class NVMeTier:
             ending.release()
         return accepted
 
+    def room_bytes(self) -> int:
+        opened = self._usable()
+        if opened is None or opened.claim is None:
+            return 0
+        return max(0, self.options.queue_bytes - self._workers.num_bytes("write"))
+
     def _queue_writes(self, opened: Opened, pages: Pages, ending: Ending) -> int:
         slab = opened.slab_of(pages.group)
         missing = opened.index.missing(pages.chain, pages.group, pages.blocks)
         wanted = np.flatnonzero(missing)
-        room = (self.options.queue_bytes - self._workers.num_bytes("write")) // slab.slot_stride
+        room = max(0, self.options.queue_bytes - self._workers.num_bytes("write")) // slab.slot_stride
         if wanted.size > room:
-            self._counts.drop(pages.group, "queue", wanted.size - max(0, room))
-            wanted = wanted[: max(0, room)]
+            self._counts.drop(pages.group, "queue", wanted.size - room)
+            wanted = wanted[:room]
         accepted = 0
         per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
         for start in range(0, wanted.size, per_batch):

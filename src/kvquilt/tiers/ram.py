@@ -76,6 +76,9 @@ class RamTier:
                 self._counts.drop(part.group, "off", part.blocks.size)
         return 0
 
+    def room_bytes(self) -> int:
+        return sum(arena.num_slots * arena.slot_stride for arena in self._store.arenas)
+
     def _save(self, pages: Sequence[Pages]) -> int:
         began = time.monotonic()
         wants = [Want(part.chain, part.group, part.blocks) for part in pages]

@@ -14,13 +14,14 @@ from kvquilt.errors import KVQuiltError
 from kvquilt.layout import CacheLayout
 from kvquilt.sizing import Partition, arena_indices
 from kvquilt.store import Chain, Store, Want, span_steps
-from kvquilt.tiers.base import Pages, Tier
+from kvquilt.tiers.base import Tier
 from kvquilt.tiers.memory import RamMemory
 
 __all__ = ["WriteBack"]
 
 logger = logging.getLogger(__name__)
 _OWNER = "write-back"
+_MOST_AHEAD = 8192
 _NEAR_THE_END = 8  # pages within this part of a pool of being evicted are about to leave RAM
 
 
@@ -90,10 +91,8 @@ class WriteBack:
     def _offer(self, chain: Chain, group: int, blocks: NDArray[np.int64]) -> None:
         lease_id, held, slots = self._store.lease_blocks(_OWNER, chain, group, blocks)
         if lease_id is not None:
-            self._save([self._memory.pages(chain, group, held, slots)], lease_id)
-
-    def _save(self, pages: Sequence[Pages], lease_id: int) -> None:
-        self._tier.save(pages, lambda: self._release(lease_id))
+            pages = self._memory.pages(chain, group, held, slots)
+            self._tier.save([pages], lambda: self._release(lease_id))
 
     def _release(self, lease_id: int) -> None:
         with contextlib.suppress(KVQuiltError):  # the store is closed
@@ -110,27 +109,27 @@ class WriteBack:
 
     def _near_the_end(self, arena: int) -> int:
         """Once a pool is nearly full: the store's clock up to which its pages would be evicted next; -1."""
-        near = max(1, self._settled[arena].size // _NEAR_THE_END)
+        near = self._near(arena)
         if self._store.free_slots(arena) > near:
             return -1
         return self._store.oldest_until(arena, near)
 
+    def _near(self, arena: int) -> int:
+        """How many pages from its eviction a page counts as near."""
+        return max(1, min(_MOST_AHEAD, self._settled[arena].size // _NEAR_THE_END))
+
     def _write_oldest(self, arena: int, until: int) -> None:
-        """Write what has not been touched since and has not been written."""
-        settled = self._settled[arena]
-        lease_id, known = self._store.lease_oldest(_OWNER, arena, settled.size, before=until + 1)
-        if lease_id is None:
+        """Write what has not been touched since and has not been written, as far as the tier has room: the
+        rest is offered the next time."""
+        slots = self._store.oldest(arena, self._settled[arena].size, before=until + 1)
+        fresh = slots[~self._settled[arena][slots]]
+        fresh = fresh[: self._tier.room_bytes() // self._store.arenas[arena].slot_stride]
+        if not fresh.size:
             return
-        fresh = ~settled[known.slots]
-        pages = []
-        for group in np.unique(known.group[fresh]).tolist():
-            chosen = fresh & (known.group == group)
+        self._settled[arena][fresh] = True
+        known = self._store.known_pages(arena, fresh)
+        for group in np.unique(known.group).tolist():
+            chosen = known.group == group
             step = self._steps.get(group, 0)
             chain = Chain.of_pages(self._layout, group, known.keys[chosen], known.spans[chosen], step)
-            blocks = np.arange(int(chosen.sum()), dtype=np.int64)
-            pages.append(self._memory.pages(chain, group, blocks, known.slots[chosen]))
-        settled[known.slots] = True
-        if pages:
-            self._save(pages, lease_id)
-        else:
-            self._release(lease_id)
+            self._offer(chain, group, np.arange(int(chosen.sum()), dtype=np.int64))

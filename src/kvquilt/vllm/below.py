@@ -18,6 +18,7 @@ __all__ = ["Below", "DataParallelRank"]
 IDLE_SECONDS = 0.001
 """How long an engine with nothing else to do waits for a disk before it asks again."""
 
+
 def queue_bytes(ram_bytes: int) -> int:
     """Bytes that may wait to be written: what is queued can't be evicted, so a quarter of host RAM, half
     of a small one, and never more than 256 MiB."""

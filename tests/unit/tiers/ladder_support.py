@@ -56,6 +56,7 @@ class SlowTier:
         self.loaded: list[tuple[int, int]] = []
         self.saving: list[Callable[[], None]] = []
         self.on = True
+        self.room = 1 << 30
 
     def put(self, chain: Chain, group: int, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -81,6 +82,9 @@ class SlowTier:
                 count += 1
         self.saving.append(done)
         return count
+
+    def room_bytes(self) -> int:
+        return self.room if self.on else 0
 
     def load(self, pages: Sequence[Pages], done: Loaded) -> None:
         self.waiting.append((pages, done))

@@ -83,3 +83,39 @@ def test_windows_that_leave_with_their_prefix_are_written_before_it_goes() -> No
         assert one.tier.present(chain, 1, 2, 4).all()
     assert not one.tier.present(chains[-1], 1, 2, 4).any(), "nothing but what is about to leave"
     one.end()
+
+
+def test_what_the_queue_has_no_room_for_is_offered_again() -> None:
+    one = Ladder([full()], {"full": 32}, when="evicted")
+    one.tier.room = 2 * 4096
+    for i in range(7):
+        one.save(one.chain(i, 4 * 16), (0, range(4)))
+        one.written()
+    assert held(one) == 2, "four are near their end, two fit at a time"
+    one.tier.room = 1 << 30
+    one.write_back.look_ahead()
+    assert held(one) == 4
+    one.end()
+
+
+def test_a_tier_that_is_off_is_offered_nothing_and_all_of_it_later() -> None:
+    one = Ladder([full()], {"full": 8}, when="evicted")
+    one.tier.on = False
+    for i in range(2):
+        one.save(one.chain(i, 4 * 16), (0, range(4)))
+    assert held(one) == 0
+    one.tier.on = True
+    one.write_back.look_ahead()
+    assert held(one) == 1
+    one.end()
+
+
+def test_pages_that_are_written_already_are_not_held_by_later_writes() -> None:
+    one = Ladder([full()], {"full": 16}, when="evicted")
+    for i in range(4):
+        one.save(one.chain(i, 4 * 16), (0, range(4)))
+    one.written()
+    one.save(one.chain(9, 16), (0, [0]))  # its write is not over
+    leased = one.store.stats().leased_slots
+    assert leased <= 2
+    one.end()
