@@ -11,8 +11,10 @@ export NO_MKDOCS_2_WARNING := 1
 
 # The demo: the default benchmark at a size that ends in about two minutes on two cores.
 DEMO_ARGS ?= --requests 120
-# Files that start with an underscore are parts of others; gpu_check.py needs a GPU, matrix.py is `make matrix`.
-BENCHMARKS ?= $(filter-out benchmarks/gpu_check.py benchmarks/matrix.py benchmarks/_%,$(wildcard benchmarks/*.py))
+# Files that start with an underscore are parts of others; gpu_check.py needs a GPU, matrix.py is `make matrix`,
+# compare_disk.py starts thirty engines one after another.
+LEFT_OUT := $(addprefix benchmarks/,gpu_check.py matrix.py compare_disk.py _%)
+BENCHMARKS ?= $(filter-out $(LEFT_OUT),$(wildcard benchmarks/*.py))
 # Arguments for pytest: make test PYTEST_ARGS="-m 'not engine' -x"
 PYTEST_ARGS ?=
 

@@ -7,11 +7,16 @@ fall on all of them alike, which one engine after another would not.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,6 +58,20 @@ class EngineProcess:
             raise RuntimeError(f"the engine's process ended with status {self._process.wait()}; see its log")
         return json.loads(line)
 
+    def kill(self) -> dict[str, int]:
+        """End the process with SIGKILL, as a crash or the system would. Returns name -> bytes of what
+        it has left in shared memory; that is removed."""
+        maps = Path(f"/proc/{self._process.pid}/maps").read_text(encoding="utf-8")
+        shared = set(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
+        self._process.kill()
+        self._process.wait()
+        left = {}
+        for path in sorted(map(Path, shared)):
+            with contextlib.suppress(FileNotFoundError):
+                left[path.name] = path.stat().st_blocks * 512
+                path.unlink()
+        return left
+
     def __enter__(self) -> Self:
         return self
 
@@ -60,7 +79,8 @@ class EngineProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
@@ -87,11 +107,15 @@ class _Server:
 
         self.engine = Engine(model, connector=connector, **options)
         self.connector = connector
+        self._warnings = _Warnings()
+        self._failures: Counter[str] = Counter()
 
-    def run(self, *, count: int, tokens: int, seed: int, branch: bool, max_tokens: int) -> list[Any]:
+    def run(
+        self, *, count: int, tokens: int, seed: int, branch: bool, max_tokens: int, order: str = "same"
+    ) -> list[Any]:
         """One request after another; then step until every save has ended."""
         prompts = make_prompts(count, tokens, seed)[int(branch)]
-        results = self.engine.run(prompts, max_tokens=max_tokens, concurrency=1)
+        results = self.engine.run(prompts, max_tokens=max_tokens, concurrency=1, order=order)
         self.engine.step_until_idle()
         return [
             {
@@ -119,6 +143,92 @@ class _Server:
         manager = connector.connector_scheduler.manager
         rows = manager._num_allocated_chunks - len(manager._free_list)
         return {"pages": rows, "bytes": rows * self.engine.worker_connector.connector_worker.worker.row_bytes}
+
+    # -- with a tier on disk --
+
+    def open_tier(self) -> bool:
+        """Step until pages can be saved, and begin to count what goes wrong."""
+        connector = self.engine.connector
+        side = getattr(connector, "scheduler_side", None)
+        self.engine.run([[5, 6, 7]], max_tokens=1)
+        while side is not None and not side._attached:
+            self.engine.run([[5, 6, 7]], max_tokens=1)
+        self.engine.step_until_idle()
+        for name in ("vllm", "kvquilt"):
+            logging.getLogger(name).addHandler(self._warnings)
+        if side is None:
+            self._tap(connector.connector_scheduler.manager)
+        return True
+
+    def _tap(self, manager: Any) -> None:
+        """Sum the peer's own counters of failures on their way to the engine's metrics."""
+        take = manager.get_stats
+
+        def tapped() -> Any:
+            stats = take()
+            for name, values in (stats._values if stats is not None else {}).items():
+                if "failures" in name:
+                    self._failures[name] += int(sum(values.values()))
+            return stats
+
+        manager.get_stats = tapped
+
+    def settle(self) -> bool:
+        """Wait until everything that was saved is on disk."""
+        connector = self.engine.connector
+        self.engine.step_until_idle()
+        if hasattr(connector, "scheduler_side"):
+            return bool(connector.scheduler_side.below.tier.wait_idle(60))
+        for tier in connector.connector_scheduler.manager.secondary_tiers:
+            tier.drain_jobs()
+        return True
+
+    def wrong(self) -> dict[str, Any]:
+        """What the system itself has noticed and counted, and lines in its log from warnings upwards."""
+        connector = self.engine.connector
+        if hasattr(connector, "scheduler_side"):
+            counted = sum(group.bad for group in connector.scheduler_side.below.stats().groups)
+        else:
+            self.engine.run([[5, 6, 7]], max_tokens=1)  # counters travel with a step
+            counted = sum(self._failures.values())
+        return {"counted": counted, "lines": self._warnings.lines}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Per cache group: whether it is dense, and where its bytes lie in a stored page."""
+        specs = [group.kv_cache_spec for group in self.engine.kv_cache_config.kv_cache_groups]
+        connector = self.engine.connector
+        if hasattr(connector, "scheduler_side"):
+            layout = connector.scheduler_side.layout.groups
+            content = [[(0, group.slot_content_bytes(1))] for group in layout]
+        else:
+            content = self.engine.worker_connector.connector_worker.worker.content()
+        return [
+            {"dense": type(spec).__name__ == "FullAttentionSpec", "content": parts}
+            for spec, parts in zip(specs, content, strict=True)
+        ]
+
+    def block_hash(self, *, count: int, tokens: int, seed: int, prompt: int, end: int) -> str:
+        """The engine's hash that closes the first `end` tokens of a prompt, in hex."""
+        tokens_of = make_prompts(count, tokens, seed)[0][prompt]
+        key = self.engine.add(tokens_of, max_tokens=1)
+        hashes = self.engine.scheduler.requests[key].block_hashes
+        unit = tokens // len(hashes)
+        wanted = bytes(hashes[end // unit - 1]).hex()
+        while not self.engine.finished(key):
+            self.engine.step()
+        self.engine.take_result(key)
+        return wanted
+
+
+class _Warnings(logging.Handler):
+    """Keeps what is logged from warnings upwards."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def _serve(answers: Any) -> None:

@@ -1,7 +1,9 @@
-"""The peer of `compare_native.py`: vLLM's own offloading on a machine without an accelerator.
+"""The peer of `compare_native.py` and `compare_disk.py`: vLLM's own offloading on a machine without an
+accelerator.
 
 vLLM's `OffloadingConnector` decides what to store, looks it up, evicts it; vLLM's
-`CPUOffloadingManager` owns the rows. Only the worker that moves the bytes is ours, since vLLM's
+`CPUOffloadingManager` owns the rows, and its `TieringOffloadingManager` what moves between them and
+files. Only the worker that moves the bytes is ours, since vLLM's
 needs CUDA streams: here it is one memcpy per page between the engine's tensors and one pool of
 rows, done at once on the engine's own thread. At about a megabyte per prompt that is the
 fastest that there is: no thread to wake, and the load has ended in the step that began it.
@@ -12,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,24 +27,28 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-__all__ = ["MemcpySpec", "MemcpyWorker"]
+__all__ = ["MemcpySpec", "MemcpyWorker", "TieredMemcpySpec"]
 
 
 class MemcpyWorker(OffloadingWorker):
-    """Copies pages between the engine's tensors and `num_rows` rows of `row_bytes` bytes.
+    """Copies pages between the engine's tensors and rows. pool: uint8, shape (rows, row bytes).
+    release: called at the end, when the pool is no longer used.
 
     A block of any group takes a whole row, as in vLLM's own worker: the page of tensor i lies
     after those of the tensors before it.
     """
 
-    def __init__(self, caches: CanonicalKVCaches, num_rows: int, row_bytes: int) -> None:
-        self.row_bytes = row_bytes
+    def __init__(
+        self, caches: CanonicalKVCaches, pool: NDArray[np.uint8], release: Callable[[], None] | None = None
+    ) -> None:
+        self.row_bytes = row_bytes = pool.shape[1]
+        self._release = release
         self._caches = caches
-        # Written once, so that no save waits for a page fault; kvquilt's pools are faulted in, too.
-        self._pool = np.full((num_rows, row_bytes), 0, dtype=np.uint8)
-        self._pool.fill(0)
+        self._pool = pool
         sizes = [tensor.page_size_bytes for tensor in caches.tensors]
         self._offsets = [0, *itertools.accumulate(sizes)]
         if self._offsets[-1] > row_bytes:
@@ -63,6 +69,18 @@ class MemcpyWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Every copy ends before its submission returns."""
+
+    def shutdown(self) -> None:
+        self._pool = self._pool[:0].copy()
+        if self._release is not None:
+            self._release()
+
+    def content(self) -> list[list[tuple[int, int]]]:
+        """Per group: where in a row its pages lie, as (offset, bytes); the rest is not used."""
+        return [
+            [(self._offsets[ref.tensor_idx], ref.page_size_bytes) for ref in refs]
+            for refs in self._caches.group_data_refs
+        ]
 
     def _copy(self, job_id: int, engine: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool) -> None:
         if not isinstance(host, BlockIDsLoadStoreSpec):
@@ -98,6 +116,32 @@ class MemcpySpec(CPUOffloadingSpec):
     """vLLM's CPU spec with another worker. Raises ValueError for chunks of several blocks."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if self.blocks_per_chunk != 1:
-            raise ValueError(f"blocks_per_chunk={self.blocks_per_chunk}: only 1 is served here")
-        return MemcpyWorker(kv_caches, self.num_chunks, self.kv_bytes_per_chunk)
+        _check_chunks(self)
+        # Written once, so that no save waits for a page fault; kvquilt's pools are faulted in, too.
+        pool = np.full((self.num_chunks, self.kv_bytes_per_chunk), 0, dtype=np.uint8)
+        pool.fill(0)
+        return MemcpyWorker(kv_caches, pool)
+
+
+class TieredMemcpySpec(TieringOffloadingSpec):
+    """vLLM's spec with tiers below host memory, with another worker over the same shared rows: manager,
+    rows and file tier are vLLM's. Raises ValueError for chunks of several blocks, or several ranks."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        _check_chunks(self)
+        if self.config.parallel.world_size != 1:
+            raise ValueError(f"{self.config.parallel.world_size} ranks: only 1 is served here")
+        region = SharedOffloadRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=0,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        pool = region.base_tensor.view(self.num_chunks, self.kv_bytes_per_chunk).numpy().view(np.uint8)
+        return MemcpyWorker(kv_caches, pool, region.cleanup)
+
+
+def _check_chunks(spec: CPUOffloadingSpec) -> None:
+    if spec.blocks_per_chunk != 1:
+        raise ValueError(f"blocks_per_chunk={spec.blocks_per_chunk}: only 1 is served here")
