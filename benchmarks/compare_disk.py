@@ -215,6 +215,13 @@ def _private(left: dict[str, int]) -> int:
     return sum(size for name, size in left.items() if "offload" in name or "kvquilt" in name)
 
 
+def _right(row: dict[str, Any]) -> str:
+    text = f"{row['right']} of {row['prompts']}"
+    if row["same_logprobs"] != row["right"]:
+        text += f", log-probabilities {row['same_logprobs']}"
+    return text
+
+
 HEADER = (
     "between two processes", "system", "hit tokens", "outputs right", "pages it found bad", "in its log",
 )  # fmt: skip
@@ -236,7 +243,7 @@ def markdown(model: str, systems: dict[str, dict[str, Any]]) -> str:
                 text,
                 name,
                 f"{row['hit_tokens']:,}",
-                f"{row['right']} of {row['prompts']}",
+                _right(row),
                 f"{row['counted']:,}" + (f" of {row['flipped']:,}" if "flipped" in row else ""),
                 f"{warned} lines" if warned else "nothing",
             )
@@ -252,7 +259,7 @@ def markdown(model: str, systems: dict[str, dict[str, Any]]) -> str:
             f"{row['bytes'] / 1e6:.2f}",
             f"{most / 1e6:.2f}",
             f"{row['hit_tokens']:,}",
-            f"{row['right']} of {row['prompts']}",
+            _right(row),
             f"{row['left_in_memory'] / 1e6:.0f}",
         )
         lines.append("| " + " | ".join(cells) + " |")
