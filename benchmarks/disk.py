@@ -3,7 +3,9 @@
     python benchmarks/disk.py DIR [--json] [--parts rates start tokens ttft] [--rounds 5] [--mib 512]
 
 DIR must be on the file system to be measured and have a few GiB free (14 GiB for `start`); everything
-is removed afterwards. `rates` needs fio. All rates are of payload; the page's header is our cost.
+is removed afterwards. `rates` needs fio. All rates are of payload; the page's header is our cost. fio
+moves every page through one buffer per thread, which stays in the processor's caches; the tier's pages
+are spread over host memory. So there is a second limit: the plain system calls on the same memory.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import argparse
 import hashlib
 import json
 import mmap
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,6 +121,35 @@ class TierUnderTest:
         return self.count * self.page_bytes / took
 
 
+class PlainCalls:
+    """The system calls alone: as many threads move the same pages between the same memory and a plain file
+    with direct I/O, one call a page, no headers, no checks, no index."""
+
+    def __init__(self, folder: Path, subject: TierUnderTest) -> None:
+        self.subject = subject
+        self.fd = os.open(folder / "plain.data", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self.fd, 0, subject.count * subject.page_bytes)
+
+    def run(self, kind: str) -> float:
+        subject, page = self.subject, self.subject.page_bytes
+        call = os.pwritev if kind == "write" else os.preadv
+        places = range(subject.count) if kind == "write" else subject.order.tolist()
+        todo = iter([(subject.memory[i * page : (i + 1) * page], i * page) for i in places])
+
+        def work() -> None:
+            for piece, offset in todo:  # one shared iterator: each page is taken once
+                assert call(self.fd, [piece], offset) == page
+
+        jobs = THREADS - 1 if kind == "write" else THREADS
+        threads = [threading.Thread(target=work) for _ in range(jobs)]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return subject.count * page / (time.perf_counter() - started)
+
+
 def fio(folder: Path, kind: str, page_bytes: int, total_bytes: int) -> float:
     """fio's rate with direct I/O in bytes per second: as many threads, one call at a time each. The tier
     leaves one of its threads to reads while it writes."""
@@ -145,11 +178,15 @@ def rates(root: Path, rounds: int, mib: int) -> list[dict[str, Any]]:
             subject = TierUnderTest(folder / "tier", page, total)
             subject.write()
             fio(folder, "write", page, total)
+            plain = PlainCalls(folder, subject)
+            plain.run("write")
             sides: dict[str, Callable[[], float]] = {
                 "write": subject.write,
                 "fio write": lambda f=folder, p=page, t=total: fio(f, "write", p, t),
+                "plain write": lambda p=plain: p.run("write"),
                 "read": subject.read,
                 "fio read": lambda f=folder, p=page, t=total: fio(f, "randread", p, t),
+                "plain read": lambda p=plain: p.run("read"),
             }
             seen: dict[str, list[float]] = {name: [] for name in sides}
             for _ in range(rounds):
@@ -164,6 +201,13 @@ def rates(root: Path, rounds: int, mib: int) -> list[dict[str, Any]]:
                         "kind": kind,
                         "mb_per_s": round(statistics.median(seen[kind]) / 1e6),
                         "fio_mb_per_s": round(statistics.median(seen[f"fio {kind}"]) / 1e6),
+                        "plain_mb_per_s": round(statistics.median(seen[f"plain {kind}"]) / 1e6),
+                        "ratio_to_plain": round(
+                            statistics.median(
+                                a / b for a, b in zip(seen[kind], seen[f"plain {kind}"], strict=True)
+                            ),
+                            3,
+                        ),
                         "ratio": round(statistics.median(ratios), 3),
                         "least": round(min(ratios), 3),
                         "most": round(max(ratios), 3),
@@ -314,6 +358,7 @@ def main() -> None:
         limit = f" (target {row['target']})" if row["target"] else ""
         print(
             f"{row['page_kib']:>5} KiB {row['kind']:<5} {row['mb_per_s']:>6} MB/s, "
+            f"plain calls {row['plain_mb_per_s']:>6}: {row['ratio_to_plain']:.2f}, "
             f"fio {row['fio_mb_per_s']:>6}: "
             f"{row['ratio']:.3f}{limit}, {row['least']:.2f} to {row['most']:.2f}"
         )

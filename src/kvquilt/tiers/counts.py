@@ -52,6 +52,11 @@ class Counts:
         with self._lock:
             self._bad[group] += pages
 
+    def bad(self) -> int:
+        """All pages that were found bad."""
+        with self._lock:
+            return sum(self._bad)
+
     def drop(self, group: int, reason: DropReason, pages: int) -> None:
         """Pages that were not written."""
         if pages:

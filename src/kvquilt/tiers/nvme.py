@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ _BATCH_BYTES = 4 << 20
 _STALL_SECONDS = 10.0
 _TICK_SECONDS = 0.5
 _STAMP_SECONDS = 30.0
+_BAD_PAGES_SECONDS = 60.0  # between two lines in the log
 _DRAIN_SECONDS = 5.0
 _SLOTS_READ_AT_ONCE = 10_000  # headers that a start waits for; beyond it they are read in the background
 
@@ -99,6 +101,7 @@ class NVMeTier:
         self._must_forget = False
         self._closed = False
         self._stamps_saved_at = clock()
+        self._bad_told, self._bad_told_at = 0, -math.inf
         self._stop = threading.Event()
         self._try_open()
         self._workers = Workers("kvquilt-disk", options.threads, clock)
@@ -414,7 +417,21 @@ class NVMeTier:
             except Exception:
                 logger.exception("kvquilt: disk: upkeep failed")
 
+    def _tell_of_bad_pages(self) -> None:
+        """Metrics count them; the log says it now and then."""
+        bad = self._counts.bad()
+        if bad > self._bad_told and self._clock() >= self._bad_told_at + _BAD_PAGES_SECONDS:
+            logger.warning(
+                "kvquilt: disk: %d pages under %s did not pass their check, or could not be read: they are "
+                "dropped and computed again (%d since the start); kvquilt fsck checks all of them",
+                bad - self._bad_told,
+                self.options.path,
+                bad,
+            )
+            self._bad_told, self._bad_told_at = bad, self._clock()
+
     def _tick(self) -> None:
+        self._tell_of_bad_pages()
         opened = self._opened
         since = self._workers.oldest_start()
         stalled = since is not None and self._clock() - since > self._stall_seconds

@@ -611,3 +611,21 @@ def test_a_tier_that_loses_pages(source: PageSource) -> None:
     assert tier.wait_idle(LIMIT_SECONDS)
     tier.audit()
     tier.close()
+
+
+def test_bad_pages_are_told_of_once_a_minute(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def lines() -> list[str]:
+        return [m for r in caplog.records if "did not pass their check" in (m := r.getMessage())]
+
+    tier, chain = rig.open(), rig.source.chain("a", 160)
+    rig.source.save(tier, chain)
+    with rig.files.inject(FileFault({"read"}, effect="corrupt")):
+        assert not rig.source.load(tier, chain, 0, [0]).any()
+        until(lambda: len(lines()) == 1)
+        for block in (1, 2):
+            assert not rig.source.load(tier, chain, 0, [block]).any()
+    assert "1 pages" in lines()[0]
+    rig.clock.now += 61.0
+    until(lambda: len(lines()) == 2)
+    assert "2 pages" in lines()[1]
+    assert "(3 since the start)" in lines()[1]
