@@ -7,6 +7,7 @@ from kvquilt.transfer.base import (
     GroupPages,
     LayerPages,
     PageCopies,
+    check_shared_memory,
     layer_pages,
 )
 from kvquilt.transfer.cuda import CudaCopier
@@ -22,6 +23,7 @@ __all__ = [
     "HostCopier",
     "LayerPages",
     "PageCopies",
+    "check_shared_memory",
     "layer_pages",
     "make_copier",
 ]

@@ -8,7 +8,7 @@ different places, so the order of the axes is never guessed from the shape.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ __all__ = [
     "GroupPages",
     "LayerPages",
     "PageCopies",
+    "check_shared_memory",
     "layer_pages",
 ]
 
@@ -177,6 +178,30 @@ class GroupPages:
                     runs.pop()
                 runs.append((address, stride, size))
         return runs
+
+
+def check_shared_memory(groups: Iterable[GroupPages]) -> None:
+    """Refuse layers that lie in the same memory but step from block to block at different distances.
+
+    Groups may share memory, since a block belongs to one of them at a time; but then block b must be the
+    same place for all, or one group's block lies over another's. Raises TransferError.
+    """
+    seen: list[tuple[int, int, str, LayerPages]] = []
+    for group in groups:
+        for layer in group.layers:
+            reach = max((offset + size for offset, size in layer.fragments), default=0)
+            first = layer.base_address
+            end = first + (layer.num_blocks - 1) * layer.block_stride_bytes + reach
+            for other_first, other_end, other_group, other in seen:
+                apart = end <= other_first or other_end <= first
+                if not apart and layer.block_stride_bytes != other.block_stride_bytes:
+                    raise TransferError(
+                        f"cache groups {other_group!r} and {group.name!r}: layers {other.name!r} and "
+                        f"{layer.name!r} lie in the same memory, but their blocks are "
+                        f"{other.block_stride_bytes} and {layer.block_stride_bytes} bytes apart, so a "
+                        "block of one lies over another block of the other"
+                    )
+            seen.append((first, end, group.name, layer))
 
 
 @dataclass

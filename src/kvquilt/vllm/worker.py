@@ -24,6 +24,7 @@ from kvquilt.transfer import (
     GroupPages,
     LayerPages,
     PageCopies,
+    check_shared_memory,
     layer_pages,
 )
 from kvquilt.transfer.factory import make_copier
@@ -129,6 +130,7 @@ class WorkerSide:
         group's layers do not hold what the layout says.
         """
         pages = [self._group_pages(i, kv_caches) for i in range(len(self._layout.groups))]
+        check_shared_memory(group for group in pages if group)
         self._check_strays(kv_caches, [layer for group in pages if group for layer in group.layers])
         devices = {tensor.device.type for tensor in kv_caches.values()}
         if len(devices) != 1:

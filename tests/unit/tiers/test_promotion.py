@@ -205,3 +205,19 @@ def test_a_prompt_that_nobody_knows_costs_no_read(ladder: Make) -> None:
     one.tier.put(chain, 1, range(8))
     assert one.ask("a", chain, TOKENS + 1) == 0
     assert one.tier.waiting == []
+
+
+def test_b68_nothing_is_visible_before_its_bytes_are_there(ladder: Make) -> None:
+    """Three pages, of which the second is not to be had: one page counts, and every slot is given back."""
+    one = ladder([full()], {"full": 10})
+    chain = one.chain(1, 3 * 16)
+    one.tier.put(chain, 0, range(3))
+    one.tier.lost = {(0, 1)}
+    assert one.ask("a", chain, 3 * 16 + 1) is None
+    assert not one.store.visible(chain, 0, 0, 3).any(), "on its way, and visible"
+    one.tier.land()
+    assert one.store.visible(chain, 0, 0, 3).tolist()[:2] == [True, False]
+    assert one.hit("a", chain, 3 * 16 + 1) == 16
+    one.check_bytes(chain, 16)
+    one.promoter.forget("a")
+    assert one.store.stats().ticketed_slots == 0

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from kvquilt.errors import TransferError
-from kvquilt.transfer import ArenaView, GroupPages, PageCopies, layer_pages
+from kvquilt.transfer import ArenaView, GroupPages, PageCopies, check_shared_memory, layer_pages
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, dtype=torch.uint8):
@@ -166,3 +166,29 @@ def test_arena_view_needs_a_writable_buffer():
     assert ArenaView.of(bytearray(1000), 256).num_slots == 3
     with pytest.raises(TransferError, match="read-only"):
         ArenaView.of(bytes(1000), 256)
+
+
+def group_at(name: str, memory: torch.Tensor, stride: int, size: int, start: int = 0) -> GroupPages:
+    """A group of one layer with four blocks in `memory`."""
+    blocks = memory.as_strided((4, size), (stride, 1), start)
+    return GroupPages(name, (layer_pages(f"{name}.0", blocks, 4),))
+
+
+def test_b58_blocks_that_would_lie_over_another_groups_states_are_refused() -> None:
+    """A state takes 1,048,576 bytes; attention of 1,024 bytes per token fits it with blocks of 1,024
+    tokens, and with 2,048 its block 1 lies where state 2 does."""
+    memory = torch.zeros(8 << 20, dtype=torch.uint8)
+    state = group_at("state", memory, 1 << 20, 1 << 20)
+    fits = group_at("full", memory, 1024 * 1024, 1024 * 1024)
+    check_shared_memory([state, fits])
+    with pytest.raises(TransferError, match=r"1048576 and 2097152 bytes apart"):
+        check_shared_memory([state, group_at("full", memory, 2048 * 1024, 2048 * 1024)])
+
+
+def test_layers_apart_from_each_other_may_differ() -> None:
+    memory = torch.zeros(8 << 20, dtype=torch.uint8)
+    low = group_at("low", memory, 1 << 20, 1 << 20)
+    high = group_at("high", memory, 1 << 19, 1 << 19, 4 << 20)
+    check_shared_memory([low, high])
+    packed = [group_at(name, memory, 1 << 20, 1 << 18, i << 18) for i, name in enumerate("abcd")]
+    check_shared_memory(packed)
