@@ -58,7 +58,8 @@ METRICS: dict[str, Metric] = {
     "disk_read_bytes": Metric(Counter, "Bytes of those pages", "group"),
     "disk_written_pages": Metric(Counter, "Pages written to disk", "group"),
     "disk_written_bytes": Metric(Counter, "Bytes of those pages", "group"),
-    "disk_dropped_pages": Metric(Counter, "Pages not written to disk, by reason", "reason"),
+    "disk_dropped_pages": Metric(Counter, "Pages that the disk tier did not write", "group"),
+    "disk_not_written": Metric(Counter, "Pages not written to disk, by reason", "reason"),
     "disk_bad_pages": Metric(Counter, "Pages on disk that could not be read or proven good", "group"),
     "disk_evictions": Metric(Counter, "Pages evicted from disk", "group"),
     "disk_promotions": Metric(Counter, "Promotions from disk, by what became of them", "outcome"),
@@ -182,8 +183,8 @@ class DiskLevels:
     def gauges(self, below: Below) -> dict[str, dict[str, float]]:
         """Gauges of now."""
         stats = below.stats()
-        self._more("disk_dropped_pages", "lora", below.not_durable)
-        self._more("disk_dropped_pages", "evicted", below.left_unwritten)
+        self._more("disk_not_written", "lora", below.not_durable)
+        self._more("disk_not_written", "evicted", below.left_unwritten)
         for outcome, number in below.promoter.counts.items():
             self._more("disk_promotions", outcome, number)
         dropped: defaultdict[str, int] = defaultdict(int)
@@ -200,10 +201,11 @@ class DiskLevels:
             self._more("disk_written_bytes", group.name, group.written_bytes)
             self._more("disk_bad_pages", group.name, group.bad)
             self._more("disk_evictions", group.name, group.evictions)
+            self._more("disk_dropped_pages", group.name, sum(group.dropped.values()))
             for reason, pages in group.dropped.items():
                 dropped[reason] += pages
         for reason, pages in dropped.items():
-            self._more("disk_dropped_pages", reason, pages)
+            self._more("disk_not_written", reason, pages)
         for direction, samples in below.tier.take_seconds().items():
             for seconds in samples:
                 self._meter.sample(f"disk_{direction}_seconds", seconds)
