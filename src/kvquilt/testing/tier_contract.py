@@ -412,6 +412,19 @@ class TierContract:
 
     # Counting
 
+    def test_what_there_is_room_for_is_not_refused(
+        self, tiers: Tiers, tier: Tier, source: PageSource
+    ) -> None:
+        """Nor is a queue that is full called empty: what is told fits, and a tier that is closed has none."""
+        chain = source.chain("a", 160)
+        pages = source.all_pages(chain)
+        needed = sum(part.blocks.size * source.content_bytes(part.group) for part in pages)
+        assert tier.room_bytes() >= needed
+        assert source.save(tier, chain) == sum(part.blocks.size for part in pages)
+        assert all(not group.dropped for group in tiers.settle(tier).groups)
+        tier.close()
+        assert tier.room_bytes() == 0
+
     @pytest.mark.parametrize("layout", ["full and sliding", "three ranks", "shared rows"])
     def test_stats_add_up(self, tiers: Tiers, layout: str) -> None:
         source = SOURCES[layout]()

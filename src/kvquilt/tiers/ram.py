@@ -77,6 +77,8 @@ class RamTier:
         return 0
 
     def room_bytes(self) -> int:
+        if self._closed:
+            return 0
         return sum(arena.num_slots * arena.slot_stride for arena in self._store.arenas)
 
     def _save(self, pages: Sequence[Pages]) -> int:
