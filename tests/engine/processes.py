@@ -91,6 +91,12 @@ class Child:
 
     def expect(self, start: str) -> str:
         """Its next line that starts so."""
+        line = self.next_line(start)
+        assert line is not None, f"it ended without a line {start!r}:\n{self.log[-6000:]}"
+        return line
+
+    def next_line(self, start: str) -> str | None:
+        """Its next line that starts so; None if it ends before."""
         end = time.monotonic() + DEADLINE_SECONDS
         while True:
             try:
@@ -99,8 +105,7 @@ class Child:
                 raise AssertionError(
                     f"no line {start!r} in {DEADLINE_SECONDS} s:\n{self.log[-6000:]}"
                 ) from None
-            assert line is not None, f"it ended without a line {start!r}:\n{self.log[-6000:]}"
-            if line.startswith(start):
+            if line is None or line.startswith(start):
                 return line
 
     def members(self) -> list[int]:

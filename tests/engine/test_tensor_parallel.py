@@ -126,8 +126,13 @@ def test_a_killed_worker_ends_the_engine_cleanly(tmp_path: Path) -> None:
         assert len(workers) == RANKS
         assert set(workers) < set(child.members())
         os.kill(workers[1], signal.SIGKILL)
-        assert child.expect("ended").split()[1] == "EngineDeadError"
-        child.wait()
+        line = child.next_line("ended")
+        if line is None:  # the engine's own clean-up may end the process before the error reaches it
+            assert "engine core exited unexpectedly" in child.log
+            assert child.wait() != 0, child.log[-6000:]
+        else:
+            assert line.split()[1] == "EngineDeadError"
+            child.wait()
         wait_until(lambda: not child.members(), f"still there: {child.members()}")
         assert left_behind([child], tmp_path) == []
         ours = [path for path in set(Path("/dev/shm").iterdir()) - before if "kvquilt" in path.name]
