@@ -3,8 +3,8 @@
     python scripts/run_tests.py [PYTEST_ARGUMENT ...]
 
 The second half has most of the engines in processes of their own, one test of each kind of group,
-and the tests without an engine; the first has the rest. What the second half says is shown once the
-first has ended. Exit status 1 if a test of either fails.
+and the tests without an engine but for the tiers'; the first has the rest. What the second half says
+is shown once the first has ended. Exit status 1 if a test of either fails.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "tests/engine"
+TIERS = "tests/unit/tiers"
 SECOND = [
     f"{ENGINE}/test_connector_serve.py",
     f"{ENGINE}/test_connector_life.py",
@@ -44,14 +45,14 @@ def start(name: str, arguments: list[str], output: int | None = None) -> subproc
 
 def both_halves() -> int:
     """Run the two halves side by side; 0 if all passed."""
-    missing = [path for path in SECOND if not (ROOT / path).is_file()]
+    missing = [path for path in [*SECOND, TIERS] if not (ROOT / path).exists()]
     if missing:
         print(f"run_tests: no such file: {', '.join(missing)}", file=sys.stderr)
         return 2
     ignored = [f"--ignore={path}" for path in SECOND]
     with tempfile.TemporaryFile() as told:
-        second = start("b", [*SECOND, *without_engine()], told.fileno())
-        first = start("a", [ENGINE, *ignored])
+        second = start("b", [*SECOND, *without_engine(), f"--ignore={TIERS}"], told.fileno())
+        first = start("a", [ENGINE, TIERS, *ignored])
         try:
             failed = first.wait() != 0
             print("\n== the second half", flush=True)
