@@ -202,19 +202,23 @@ def test_a_second_live_process_on_one_namespace_is_refused_unless_it_only_reads(
 
 def test_a_forked_child_does_not_keep_the_lock(tier: Open) -> None:
     one = tier()
-    ends, begins = os.pipe()
+    forked, told = os.pipe()
+    waits, begins = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(begins)
-        os.read(ends, 1)  # until the parent closes its end
+        os.write(told, b"x")  # it has let go: that happens before the fork returns here
+        os.read(waits, 1)  # until the parent closes its end
         os._exit(0)
-    os.close(ends)
     try:
+        assert os.read(forked, 1) == b"x"
         one.close()
         assert tier().state == "on"
     finally:
         os.close(begins)
         os.waitpid(child, 0)
+        for end in (forked, told, waits):
+            os.close(end)
 
 
 @pytest.mark.parametrize(
