@@ -23,7 +23,7 @@ from kvquilt.testing.copy_faults import CopyPlan
 
 MORE = int(os.environ.get("KVQUILT_STRESS", "1"))
 NAMES = sorted(LAYOUTS | KINDS)
-LIVES = 3
+LIVES = 2
 DISK_BYTES = 6 << 20
 GROUPS = [full(32), sliding(16, 64)]
 
