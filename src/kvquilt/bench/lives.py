@@ -127,6 +127,9 @@ def _child() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
             finally:
                 if process.poll() is None:
                     process.kill()
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):  # what a child that has ended never read is still in it
+                    process.stdin.close()
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "equal_outputs",
     "failures",
     "logprob_drift",
+    "output_failures",
     "phase_report",
 ]
 
@@ -162,7 +163,12 @@ def _drift(mine: Result, other: Result) -> float:
 def failures(report: Report, expected: Expectation, *, concurrency: int, unknown_pages: int = 0) -> list[str]:
     """Whatever did not hold, one sentence each; empty if the run proves what it is for."""
     return [
-        *_output_failures(report),
+        *output_failures(
+            report.requests,
+            report.equal_outputs,
+            report.phases["engine_warm"].equal_outputs,
+            ", so batching decides a near tie here: another --seed or --concurrency 1 tells the two apart",
+        ),
         *drift_failures(
             report.max_logprob_drift,
             report.engine_logprob_drift,
@@ -175,17 +181,16 @@ def failures(report: Report, expected: Expectation, *, concurrency: int, unknown
     ]
 
 
-def _output_failures(report: Report) -> list[str]:
-    if report.equal_outputs == report.requests:
+def output_failures(requests: int, equal: int, engine_equal: int, hint: str = "") -> list[str]:
+    """One sentence if not all outputs are equal. engine_equal: with the engine's own prefix hits instead.
+    hint: what follows from it if those differ, too."""
+    if equal == requests:
         return []
-    text = f"outputs: {report.requests - report.equal_outputs} of {report.requests} differ"
-    own = report.requests - report.phases["engine_warm"].equal_outputs
-    if own:
-        text += (
-            f"; the engine's own prefix hits change {own} of them without kvquilt, so batching decides a "
-            "near tie here: another --seed or --concurrency 1 tells the two apart"
-        )
-    return [text]
+    text = f"outputs: {requests - equal} of {requests} differ"
+    own = requests - engine_equal
+    return [
+        text + (f"; the engine's own prefix hits change {own} of them without kvquilt{hint}" if own else "")
+    ]
 
 
 def drift_is_exact(phases: Mapping[str, PhaseReport], concurrency: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvquilt.bench.expect import RestartExpectation
-from kvquilt.bench.report import PhaseReport, drift_failures, drift_is_exact
+from kvquilt.bench.report import PhaseReport, drift_failures, drift_is_exact, output_failures
 
 __all__ = ["RESTART_PHASES", "RestartGroup", "RestartReport", "restart_failures"]
 
@@ -90,7 +90,7 @@ def restart_failures(
     write: under "evicted" what was still in host memory is lost with the process, so hits may be missing.
     """
     return [
-        *_output_failures(report),
+        *output_failures(report.requests, report.equal_outputs, report.phases["engine_warm"].equal_outputs),
         *drift_failures(
             report.max_logprob_drift,
             report.engine_logprob_drift,
@@ -100,14 +100,6 @@ def restart_failures(
         *_read_failures(report),
         *_page_failures(report),
     ]
-
-
-def _output_failures(report: RestartReport) -> list[str]:
-    if report.equal_outputs == report.requests:
-        return []
-    text = f"outputs: {report.requests - report.equal_outputs} of {report.requests} differ"
-    own = report.requests - report.phases["engine_warm"].equal_outputs
-    return [text + (f"; the engine's own prefix hits change {own} of them without kvquilt" if own else "")]
 
 
 def _hit_failures(report: RestartReport, *, must_be_exact: bool) -> list[str]:

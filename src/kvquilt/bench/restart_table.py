@@ -8,6 +8,7 @@ from rich.table import Table
 from kvquilt.bench.report import drift_is_exact
 from kvquilt.bench.restart import RestartOutcome
 from kvquilt.bench.restart_report import RESTART_PHASES, RestartReport
+from kvquilt.bench.table import print_result
 from kvquilt.units import format_bytes
 
 __all__ = ["print_restart", "restart_summary"]
@@ -15,14 +16,8 @@ __all__ = ["print_restart", "restart_summary"]
 
 def print_restart(outcome: RestartOutcome, console: Console) -> None:
     """Print the tables, the figures beside their bounds, and the verdict."""
-    console.print(_phase_table(outcome))
-    console.print(_group_table(outcome.report))
-    for line in _figures(outcome):
-        console.print(line, highlight=False, markup=False)
-    console.print()
-    for failure in outcome.failures:
-        console.print(f"FAILED  {failure}", style="bold red", highlight=False, markup=False)
-    console.print(restart_summary(outcome), style="bold", highlight=False, markup=False)
+    tables = (_phase_table(outcome), _group_table(outcome.report))
+    print_result(console, tables, _figures(outcome), outcome.failures, restart_summary(outcome))
 
 
 def _phase_table(outcome: RestartOutcome) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 
@@ -9,19 +11,27 @@ from kvquilt.bench.report import PHASES, Report, drift_is_exact
 from kvquilt.bench.run import Outcome
 from kvquilt.units import format_bytes
 
-__all__ = ["print_outcome", "summary"]
+__all__ = ["print_outcome", "print_result", "summary"]
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
     """Print the tables, the figures beside their bounds, and the verdict."""
-    console.print(_phase_table(outcome))
-    console.print(_group_table(outcome.report))
-    for line in _figures(outcome):
+    tables = (_phase_table(outcome), _group_table(outcome.report))
+    print_result(console, tables, _figures(outcome), outcome.failures, summary(outcome))
+
+
+def print_result(
+    console: Console, tables: Iterable[Table], figures: Iterable[str], failures: Iterable[str], verdict: str
+) -> None:
+    """Print what a run has shown, and what did not hold."""
+    for table in tables:
+        console.print(table)
+    for line in figures:
         console.print(line, highlight=False, markup=False)
     console.print()
-    for failure in outcome.failures:
+    for failure in failures:
         console.print(f"FAILED  {failure}", style="bold red", highlight=False, markup=False)
-    console.print(summary(outcome), style="bold", highlight=False, markup=False)
+    console.print(verdict, style="bold", highlight=False, markup=False)
 
 
 def _phase_table(outcome: Outcome) -> Table:

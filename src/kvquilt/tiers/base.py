@@ -16,7 +16,7 @@ __all__ = ["DropReason", "GroupTierStats", "Loaded", "Pages", "Tier", "TierStats
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
-DropReason = Literal["queue", "full", "off", "error", "lora"]
+DropReason = Literal["queue", "full", "off", "error"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

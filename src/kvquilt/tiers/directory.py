@@ -225,10 +225,10 @@ def claim_namespace(
             manifest = _settle_manifest(path, wanted, files)
             for name, length in lengths.items():
                 _cut(path / name, length)
+            _explain_others(root, path, manifest)
         except BaseException:
             os.close(lock_fd)
             raise
-        _explain_others(root, path, manifest)
         return Claim(path, lock_fd, manifest, files)
 
 

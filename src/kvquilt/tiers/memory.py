@@ -28,6 +28,10 @@ class RamMemory:
         arena = self._arena_of[group]
         return Pages(chain, group, blocks, self._maps[arena], slots * self._strides[arena])
 
+    def close(self) -> None:
+        """Let the memory go, as soon as nobody holds pages of it any more. May be called twice."""
+        self._maps = []
+
     def slot(self, arena: int, slot: int) -> memoryview:
         """The bytes of one slot."""
         stride = self._strides[arena]

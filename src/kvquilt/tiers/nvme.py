@@ -105,8 +105,13 @@ class NVMeTier:
         self._stop = threading.Event()
         self._try_open()
         self._workers = Workers("kvquilt-disk", options.threads, clock)
-        if not self._has_much_to_read():
-            self._finish_opening()
+        try:
+            if not self._has_much_to_read():
+                self._finish_opening()
+        except BaseException:
+            self._workers.close(_DRAIN_SECONDS)
+            self._close_opened()
+            raise
         self._upkeep = threading.Thread(target=self._keep_up, name="kvquilt-disk-upkeep", daemon=True)
         self._upkeep.start()
 
@@ -134,6 +139,7 @@ class NVMeTier:
         except OSError as error:
             self._health.switch_off(f"{self.options.path}: {error}")
             return
+        opened.recovered = True
         opened.index.provide_memory(only_what_is_there=opened.claim is None)
         with self._lock:
             if self._must_forget:
@@ -464,6 +470,9 @@ class NVMeTier:
             with self._lock:
                 if self._must_forget and opened.claim is not None:
                     self._next_generation(opened, opened.claim)
+            if not opened.recovered:
+                self._finish_opening()
+                return
             for slab in opened.slabs:
                 slab.write_head()
         except (OSError, ConfigError) as error:

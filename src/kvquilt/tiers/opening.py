@@ -67,7 +67,7 @@ class DiskOptions:
 class Opened:
     """What is there while the directory is: the index's slots are the slabs'.
 
-    arena_of: group index -> slab. generation: of what is written now; guarded by the tier's turn.
+    arena_of: group index -> slab. recovered: what an earlier run left has been taken over. generation: of what is written now; guarded by the tier's turn.
     """
 
     index: Store
@@ -75,6 +75,7 @@ class Opened:
     claim: Claim | None
     generation: int
     arena_of: tuple[int, ...]
+    recovered: bool = False
 
     def slab_of(self, group: int) -> Slab:
         """The slab that a group's pages lie in."""
@@ -288,10 +289,11 @@ class Opener:
         reset has come first. stopped: asked now and then; True ends it. Raises OSError.
         """
         opened.index.register_owner(OWNER, live=True)
+        generation = opened.generation
         for slab in opened.slabs:
             started = self._clock()
             inside = self._inside(slab.index)
-            found = slab.recover(inside, stopped)
+            found = slab.recover(inside, generation, stopped)
             with taking() as wanted:
                 if not wanted:
                     return

@@ -394,8 +394,10 @@ class Slab:
                 entries[part] = found
         return entries
 
-    def recover(self, groups: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Recovered:
-        """Pages of the present generation that the table lists; slots whose entry is damaged are
+    def recover(
+        self, groups: Sequence[int], generation: int, stopped: Callable[[], bool] = lambda: False
+    ) -> Recovered:
+        """Pages of one generation that the table lists; slots whose entry is damaged are
         looked at themselves, and all slots if there is no table.
 
         groups: those that may have pages here. stopped: asked now and then; True ends it. Raises OSError.
@@ -408,7 +410,7 @@ class Slab:
             self._write_entries(slots[doubtful].tolist(), entries[doubtful])
             self.table_lost = False
             self.listed_slots = self.num_slots
-        good = intact & (entries["generation"] == self.generation) & np.isin(entries["group"], groups)
+        good = intact & (entries["generation"] == generation) & np.isin(entries["group"], groups)
         stamps = np.maximum(entries["stamp"], self.read_stamps(usable))[good]
         order = np.argsort(stamps, kind="stable")
         found = entries[good][order]

@@ -281,7 +281,7 @@ def drop_pages(path: Path, checked: CheckedSlab, files: Files, generation: int) 
     """
     slab = Slab.open(path, checked.facts, files, generation, direct=False, writable=True)
     try:
-        slab.recover([index for index, _ in checked.groups])
+        slab.recover([index for index, _ in checked.groups], generation)
         slots = np.flatnonzero(checked.bad | checked.orphaned)
         slab.forget(slots[slots < slab.usable_slots].tolist())
     finally:

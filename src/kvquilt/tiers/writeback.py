@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,7 +18,6 @@ from kvquilt.tiers.memory import RamMemory
 
 __all__ = ["WriteBack"]
 
-logger = logging.getLogger(__name__)
 _OWNER = "write-back"
 _MOST_AHEAD = 8192
 _NEAR_THE_END = 8  # pages within this part of a pool of being evicted are about to leave RAM

@@ -71,7 +71,7 @@ class Below:
             state_interval=state_interval,
             optional=optional,
         )
-        memory = RamMemory(store)
+        memory = self._memory = RamMemory(store)
         self._write_back: WriteBack | None = None
         if options.disk_write != "never":
             self._write_back = WriteBack(
@@ -127,3 +127,4 @@ class Below:
         """Write what is queued, briefly; then end. The store must still be open."""
         self.promoter.close()
         self.tier.close()
+        self._memory.close()

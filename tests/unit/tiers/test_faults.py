@@ -21,6 +21,7 @@ from kvquilt.tiers.base import GroupTierStats
 from kvquilt.tiers.directory import MANIFEST, Manifest
 from kvquilt.tiers.format import BLOCK_BYTES
 from kvquilt.tiers.health import Health
+from kvquilt.tiers.slab import Slab
 from unit.tiers.tier_support import LIMIT_SECONDS, Clock, disk, until
 
 DATA = BLOCK_BYTES  # where slots begin in a slab; a probe writes before it
@@ -629,3 +630,30 @@ def test_bad_pages_are_told_of_once_a_minute(rig: Rig, caplog: pytest.LogCapture
     until(lambda: len(lines()) == 2)
     assert "2 pages" in lines()[1]
     assert "(3 since the start)" in lines()[1]
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_what_could_not_be_read_at_start_is_taken_over_later(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, reset: bool
+) -> None:
+    """The first look at the tables fails: the tier is off, and finds its pages when it is tried again; none
+    of them if there was a reset meanwhile."""
+    tier, chain = rig.open(), rig.source.chain("a", 160)
+    rig.source.save(tier, chain)
+    tier.close()
+    survey, failed = Slab.survey, []
+
+    def fail_once(slab: Slab, *arguments: object) -> object:
+        if not failed:
+            failed.append(slab)
+            raise OSError(errno.EIO, "the table cannot be read")
+        return survey(slab, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Slab, "survey", fail_once)
+    tier = rig.open()
+    assert tier.state == "off"
+    if reset:
+        assert tier.reset()
+    rig.comes_back(tier)
+    assert rig.present(tier, chain) == (0 if reset else 10)
+    rig.works(tier)
