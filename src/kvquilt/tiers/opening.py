@@ -67,7 +67,8 @@ class DiskOptions:
 class Opened:
     """What is there while the directory is: the index's slots are the slabs'.
 
-    arena_of: group index -> slab. recovered: what an earlier run left has been taken over. generation: of what is written now; guarded by the tier's turn.
+    arena_of: group index -> slab. recovered: what an earlier run left has been taken over.
+    generation: of what is written now; guarded by the tier's turn.
     """
 
     index: Store
