@@ -7,7 +7,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,14 +106,11 @@ class Chain:
             return self._buffer[:0]
         return self._buffer[per_block - 1 : self._length : per_block]
 
-    def spans(self, group_index: int, step: int) -> Callable[[int], bytes]:
-        """Block -> the hashes inside that block of the group, `step` hashes apart (0: none)."""
-        if not step:
-            return lambda block: b""
+    def spans(self, group_index: int, step: int, blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The hashes inside these blocks of the group, `step` hashes apart (0: none), shape (n, s, 4)."""
         per_block = self._per_block[group_index]
-        return lambda block: self._buffer[
-            block * per_block + step - 1 : (block + 1) * per_block - 1 : step
-        ].tobytes()
+        inside = np.arange(step - 1, per_block - 1, step) if step else np.zeros(0, dtype=np.int64)
+        return np.take(self._buffer, blocks[:, None] * per_block + inside, axis=0)
 
     def hash_at(self, tokens: int) -> bytes:
         """The hash that closes the first `tokens` tokens.

@@ -17,7 +17,7 @@ from kvquilt.tiers.base import Pages
 from kvquilt.tiers.counts import Counts
 from kvquilt.tiers.health import Health
 from kvquilt.tiers.opening import OWNER, Opened
-from kvquilt.tiers.slab import SlotPage
+from kvquilt.tiers.slot_pages import SlotPages
 
 __all__ = ["Ending", "ReadBatch", "WriteBatch"]
 
@@ -56,7 +56,8 @@ class WriteBatch:
     counts: Counts
     generation: int
     ticket_id: int
-    pages: list[SlotPage]
+    group: int
+    pages: SlotPages
     ending: Ending
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class WriteBatch:
 
     def run(self) -> None:
         """Let the medium work, and end it."""
-        good, group = False, self.pages[0].group
+        good, group = False, self.group
         try:
             stamp = int(self.opened.index.now)
             self.opened.slab_of(group).write_pages(self.pages, self.generation, stamp)
@@ -83,7 +84,7 @@ class WriteBatch:
 
     def _end(self, good: bool, why: Literal["error", "off"]) -> None:
         if not good:
-            self.counts.drop(self.pages[0].group, why, len(self.pages))
+            self.counts.drop(self.group, why, len(self.pages))
         try:
             with contextlib.suppress(KVQuiltError):
                 self.opened.index.commit(self.ticket_id, OWNER, failed=not good)
@@ -103,8 +104,7 @@ class ReadBatch:
     pages: Pages
     places: IntArray
     blocks: IntArray
-    slots: IntArray
-    slot_pages: list[SlotPage]
+    slot_pages: SlotPages
     result: BoolArray
     ending: Ending
 
@@ -115,9 +115,8 @@ class ReadBatch:
         """Let the medium work, and end it."""
         group = self.pages.group
         try:
-            verdicts = self.opened.slab_of(group).read_pages(self.slot_pages, self.generation)
-            good = np.asarray([verdict is True for verdict in verdicts], dtype=np.bool_)
-            if any(verdict is None for verdict in verdicts):
+            good, unread = self.opened.slab_of(group).read_pages(self.slot_pages, self.generation)
+            if unread.any():
                 self.health.bad("a page could not be read")
             else:
                 self.health.good()
@@ -140,7 +139,7 @@ class ReadBatch:
         if not bad.any():
             return
         group, chain, index = self.pages.group, self.pages.chain, self.opened.index
-        slot_of = dict(zip(self.blocks[bad].tolist(), self.slots[bad].tolist(), strict=True))
+        slot_of = dict(zip(self.blocks[bad].tolist(), self.slot_pages.slots[bad].tolist(), strict=True))
         with contextlib.suppress(KVQuiltError):
             lease_id, blocks, slots = index.lease_blocks(OWNER, chain, group, np.asarray(list(slot_of)))
             if lease_id is None:

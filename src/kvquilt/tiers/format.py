@@ -7,7 +7,6 @@ checked before it is believed: a slot by xxh3-128 over header and payload, the r
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,7 +113,6 @@ class PageHeader:
 def _page_dtype(span_keys: int) -> np.dtype[np.void]:
     """A header as an array's element, for whole batches."""
     fields: list[tuple[str, object, int]] = [
-        ("names", np.dtype(("u1", (_NUM_SPANS,))), 0),
         ("magic", np.dtype("S8"), 0),
         ("version", np.dtype("<u4"), 8),
         ("group", np.dtype("<u4"), 12),
@@ -124,7 +122,7 @@ def _page_dtype(span_keys: int) -> np.dtype[np.void]:
         ("namespace", np.dtype(("u1", (32,))), 64),
         ("slot", np.dtype("<u8"), 96),
         ("num_spans", np.dtype("<u4"), _NUM_SPANS),
-        ("spans", np.dtype(("u1", (32 * span_keys,))), _SPANS),
+        ("spans", np.dtype(("<u8", (span_keys, 4))), _SPANS),
     ]
     return np.dtype(
         {
@@ -139,8 +137,8 @@ def _page_dtype(span_keys: int) -> np.dtype[np.void]:
 class PageHeaders:
     """Headers of a batch of pages, as they have to be.
 
-    groups, slots: one per page. keys: shape (n, 4). spans: bytes of the hashes inside each block, at
-    most span_keys of 32 bytes.
+    groups, slots: shape (n,). keys: shape (n, 4). spans: shape (n, s, 4), the hashes inside each
+    block, at most span_keys of them.
     """
 
     def __init__(
@@ -148,16 +146,14 @@ class PageHeaders:
         span_keys: int,
         namespace: bytes,
         *,
-        groups: Sequence[int],
+        groups: NDArray[np.int64],
         generation: int,
         payload_bytes: int,
         slots: NDArray[np.int64],
         keys: NDArray[np.uint64],
-        spans: Sequence[bytes],
+        spans: NDArray[np.uint64],
     ) -> None:
-        self._dtype = _page_dtype(span_keys)
-        self._facts = np.zeros(len(slots), dtype=self._dtype)
-        facts = self._facts
+        facts = np.zeros(len(slots), dtype=_page_dtype(span_keys))
         facts["magic"] = PAGE_MAGIC
         facts["version"] = FORMAT_VERSION
         facts["group"] = groups
@@ -166,45 +162,32 @@ class PageHeaders:
         facts["key"] = keys
         facts["namespace"] = np.frombuffer(namespace, dtype=np.uint8)
         facts["slot"] = slots
-        facts["num_spans"] = [len(span) // 32 for span in spans]
-        if span_keys and len(slots):
-            padded = b"".join(span.ljust(32 * span_keys, b"\0") for span in spans)
-            facts["spans"] = np.frombuffer(padded, dtype=np.uint8).reshape(len(slots), -1)
+        facts["num_spans"] = spans.shape[1]
+        facts["spans"][:, : spans.shape[1]] = spans
+        self._size = facts.dtype.itemsize
+        self._headers = facts.view(np.uint8).reshape(len(slots), self._size)
 
-    def write(self, headers: memoryview, payloads: Sequence[memoryview]) -> None:
-        """Put them with their checks into `headers`, one after another."""
-        size = self._dtype.itemsize
-        headers[: size * len(payloads)] = self._facts.tobytes()
-        for i, payload in enumerate(payloads):
-            header = headers[i * size : (i + 1) * size]
-            struct.pack_into("<Q", header, _HEADER_CHECK, xxhash.xxh3_64_intdigest(header))
-            header[_PAGE_CHECK:_HEADER_CHECK] = _page_digest(header, payload)
+    def seal(self, first: int, slots: NDArray[np.uint8]) -> None:
+        """Put headers first, first + 1, ... with their checks in front of the payloads that lie in `slots`,
+        shape (m, slot bytes)."""
+        slots[:, : self._size] = self._headers[first : first + len(slots)]
+        for row in slots:
+            slot = memoryview(row)
+            struct.pack_into("<Q", slot, _HEADER_CHECK, xxhash.xxh3_64_intdigest(slot[: self._size]))
+            slot[_PAGE_CHECK:_HEADER_CHECK] = xxhash.xxh3_128_digest(slot)
 
-    def verify(self, headers: memoryview, payloads: Sequence[memoryview], which: Sequence[int]) -> list[bool]:
-        """For the pages `which`: is what was read, header and payload, the intact page? (its
-        spans are as intact, but need not be those given)
-
-        headers, payloads: of all pages of the batch.
-        """
-        size = self._dtype.itemsize
-        names = self._facts["names"].tobytes()
-        verdicts = []
-        for i in which:
-            header = headers[i * size : (i + 1) * size]
-            verdicts.append(
-                header[:_NUM_SPANS] == names[i * _NUM_SPANS : (i + 1) * _NUM_SPANS]
-                and _page_digest(header, payloads[i]) == header[_PAGE_CHECK:_HEADER_CHECK]
-            )
-        return verdicts
-
-
-def _page_digest(header: bytes | memoryview, payload: memoryview) -> bytes:
-    """The page's check: of the header as if that check were zero, then of the payload."""
-    digest = xxhash.xxh3_128(header[:_PAGE_CHECK])
-    digest.update(_NO_PAGE_CHECK)
-    digest.update(header[_HEADER_CHECK:])
-    digest.update(payload)
-    return digest.digest()
+    def proves(self, first: int, slots: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """For each of `slots` as they were read, header and payload: is it the intact page first, first + 1,
+        ...? (its spans are as intact, but need not be those given) Puts zero in place of the
+        pages' checks."""
+        wanted = self._headers[first : first + len(slots), :_NUM_SPANS]
+        proven: NDArray[np.bool_] = (slots[:, :_NUM_SPANS] == wanted).all(axis=1)
+        for i in np.flatnonzero(proven).tolist():
+            slot = memoryview(slots[i])
+            check = bytes(slot[_PAGE_CHECK:_HEADER_CHECK])
+            slot[_PAGE_CHECK:_HEADER_CHECK] = _NO_PAGE_CHECK
+            proven[i] = xxhash.xxh3_128_digest(slot) == check
+        return proven
 
 
 def parse_page_header(header: bytes | memoryview) -> PageHeader | None:

@@ -18,7 +18,7 @@ from kvquilt.errors import ConfigError, KVQuiltError
 from kvquilt.layout import CacheLayout
 from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.sizing import Partition, SlotPlan
-from kvquilt.store import KEY_BYTES, Chain, Want, span_steps
+from kvquilt.store import Chain, Want, span_steps
 from kvquilt.tiers.base import GroupTierStats, Loaded, Pages, TierStats
 from kvquilt.tiers.batches import Ending, ReadBatch, WriteBatch
 from kvquilt.tiers.counts import Counts
@@ -26,7 +26,7 @@ from kvquilt.tiers.directory import Claim
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.health import Health
 from kvquilt.tiers.opening import OWNER, DiskOptions, Opened, Opener
-from kvquilt.tiers.slab import SlotPage
+from kvquilt.tiers.slot_pages import SlotPages
 from kvquilt.tiers.workers import Batch, Workers
 
 __all__ = ["DiskOptions", "NVMeTier"]
@@ -210,7 +210,16 @@ class NVMeTier:
             order = np.argsort(pages.blocks[chosen], kind="stable")
             places = chosen[order[np.searchsorted(pages.blocks[chosen], grant.blocks, sorter=order)]]
             out = self._slot_pages(pages, places, grant.slots)
-            batch = WriteBatch(opened, self._health, self._counts, generation, ticket.ticket_id, out, ending)
+            batch = WriteBatch(
+                opened,
+                self._health,
+                self._counts,
+                generation,
+                ticket.ticket_id,
+                pages.group,
+                out,
+                ending,
+            )
             accepted += grant.slots.size
             ending.hold()
             self._workers.submit(
@@ -218,23 +227,16 @@ class NVMeTier:
             )
         return accepted
 
-    def _slot_pages(self, pages: Pages, places: IntArray, slots: IntArray) -> list[SlotPage]:
-        payload = self._opener.plan.slot_bytes[self.layout.groups[pages.group].name]
+    def _slot_pages(self, pages: Pages, places: IntArray, slots: IntArray) -> SlotPages:
         blocks = pages.blocks[places]
-        keys = pages.chain.keys(pages.group)[blocks].tobytes()
-        spans = pages.chain.spans(pages.group, self._steps.get(pages.group, 0))
-        starts = pages.offsets[places].tolist()
-        memory, group = pages.memory, pages.group
-        return [
-            SlotPage(
-                slot,
-                group,
-                keys[i * KEY_BYTES : (i + 1) * KEY_BYTES],
-                spans(block),
-                memory[starts[i] : starts[i] + payload],
-            )
-            for i, (slot, block) in enumerate(zip(slots.tolist(), blocks.tolist(), strict=True))
-        ]
+        return SlotPages(
+            slots,
+            np.full(slots.size, pages.group, dtype=np.int64),
+            pages.chain.keys(pages.group)[blocks],
+            pages.chain.spans(pages.group, self._steps.get(pages.group, 0), blocks),
+            np.frombuffer(pages.memory, dtype=np.uint8),
+            pages.offsets[places],
+        )
 
     def load(self, pages: Sequence[Pages], done: Loaded) -> None:
         results = [np.zeros(part.blocks.size, dtype=np.bool_) for part in pages]
@@ -269,7 +271,6 @@ class NVMeTier:
                 pages,
                 places,
                 blocks,
-                slots,
                 into,
                 result,
                 ending,

@@ -19,7 +19,8 @@ from kvquilt.store import span_steps
 from kvquilt.tiers.directory import Manifest, ManifestArena
 from kvquilt.tiers.files import Files, aligned_buffer
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes, intact_entries
-from kvquilt.tiers.slab import Slab, SlabFacts, SlotPage
+from kvquilt.tiers.slab import Slab, SlabFacts
+from kvquilt.tiers.slot_pages import SlotPages
 
 __all__ = ["Advance", "CheckedSlab", "Orphan", "check_slabs", "drop_pages", "layout_of", "slab_facts"]
 
@@ -208,16 +209,19 @@ def _prove_batch(slab: Slab, checked: CheckedSlab, slots: IntArray, memory: memo
 def _read(slab: Slab, checked: CheckedSlab, slots: IntArray, memory: memoryview) -> BoolArray:
     size = slab.facts.slot_bytes - slab.facts.header_bytes
     entries = checked.entries[slots]
-    pages = [
-        SlotPage(slot, int(entry["group"]), entry["key"].tobytes(), b"", memory[i * size : (i + 1) * size])
-        for i, (slot, entry) in enumerate(zip(slots.tolist(), entries, strict=True))
-    ]
-    verdicts: list[bool | None] = []
+    pages = SlotPages(
+        slots,
+        entries["group"].astype(np.int64),
+        entries["key"],
+        entries["span"],
+        np.frombuffer(memory, dtype=np.uint8),
+        np.arange(slots.size, dtype=np.int64) * size,
+    )
+    good = np.zeros(slots.size, dtype=np.bool_)
     with contextlib.suppress(OSError):
-        verdicts = slab.read_pages(pages, slab.generation)
-    good = [verdict is True for verdict in verdicts] or [False] * len(pages)
+        good = slab.read_pages(pages, slab.generation).good
     known = np.isin(entries["group"], [index for index, _ in checked.groups])
-    return np.asarray(good, dtype=np.bool_) & known
+    return good & known
 
 
 def _find_orphans(slabs: list[CheckedSlab], layout: CacheLayout) -> None:

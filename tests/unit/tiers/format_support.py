@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvquilt.tiers.format import PageHeader, PageHeaders
 
 
 def _headers(page: PageHeader) -> PageHeaders:
+    spans = np.frombuffer(page.spans, dtype=np.uint64).reshape(1, -1, 4)
     return PageHeaders(
-        len(page.spans) // 32,
+        spans.shape[1],
         page.namespace,
-        groups=[page.group],
+        groups=np.asarray([page.group], dtype=np.int64),
         generation=page.generation,
         payload_bytes=page.payload_bytes,
         slots=np.asarray([page.slot], dtype=np.int64),
         keys=np.frombuffer(page.key, dtype=np.uint64).reshape(1, 4),
-        spans=[page.spans],
+        spans=spans,
     )
+
+
+def _slot(header: memoryview, payload: memoryview) -> NDArray[np.uint8]:
+    return np.frombuffer(bytearray(bytes(header) + bytes(payload)), dtype=np.uint8).reshape(1, -1)
 
 
 def pack_page(header: memoryview, page: PageHeader, payload: memoryview) -> None:
     """Write the header of `page` with its checks into `header`, whole blocks long."""
-    _headers(page).write(header, [payload])
+    slot = _slot(header, payload)
+    _headers(page).seal(0, slot)
+    header[:] = memoryview(slot[0, : len(header)])
 
 
 def verify_page(header: memoryview, payload: memoryview, page: PageHeader) -> bool:
     """Is this slot, byte for byte, the intact page that `page` describes?"""
-    return _headers(page).verify(header, [payload], [0])[0]
+    return bool(_headers(page).proves(0, _slot(header, payload))[0])

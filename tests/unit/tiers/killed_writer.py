@@ -18,9 +18,18 @@ from pathlib import Path
 from kvquilt.layout import CacheLayout
 from kvquilt.store import Chain
 from kvquilt.tiers import NVMeTier
-from kvquilt.tiers.files import Files, aligned_buffer
+from kvquilt.tiers.files import aligned_buffer
 from kvquilt.tiers.format import BLOCK_BYTES
-from unit.tiers.disk_support import load_all, make_tier, prompt, save, save_several, three_kinds, whole
+from unit.tiers.disk_support import (
+    SlabFiles,
+    load_all,
+    make_tier,
+    prompt,
+    save,
+    save_several,
+    three_kinds,
+    whole,
+)
 
 AT_ONCE = 2
 MOST_UNITS = 12
@@ -36,16 +45,17 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
-class DiesInside(Files):
+class DiesInside(SlabFiles):
     """Writes the first `bytes_written` of the page in the given slab write, counted from 0, and is killed."""
 
     bytes_written = 2 * BLOCK_BYTES
 
     def __init__(self, page: int) -> None:
+        super().__init__()
         self._left = page
 
     def write(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        if len(buffers) > 1:
+        if self.moves_pages(fd, buffers):
             if self._left == 0:
                 part, whole = aligned_buffer(self.bytes_written), b"".join(buffers)
                 part[:] = whole[: self.bytes_written]

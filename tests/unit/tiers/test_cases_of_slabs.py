@@ -18,6 +18,7 @@ from kvquilt.tiers.format import BLOCK_BYTES, header_bytes
 from kvquilt.tiers.fsck import fsck
 from unit.tiers.disk_support import (
     LIMIT_SECONDS,
+    SlabFiles,
     budget_for,
     kept_groups,
     load,
@@ -35,17 +36,18 @@ FULL = one_full()
 SLOT = 4096 + header_bytes(0)
 
 
-class Counting(Files):
-    """Counts the calls that reach the medium, and can let slab reads hang."""
+class Counting(SlabFiles):
+    """Counts the calls that reach the medium, and can let reads of pages hang."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls = 0
         self.reading, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         self.calls += 1
-        if len(buffers) > 1:
+        if self.moves_pages(fd, buffers):
             self.reading.set()
             assert self.go_on.wait(LIMIT_SECONDS)
         super().read(fd, buffers, offset)

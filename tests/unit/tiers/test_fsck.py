@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -20,13 +21,14 @@ from kvquilt.cli.main import app
 from kvquilt.errors import ConfigError
 from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.tiers import NVMeTier
-from kvquilt.tiers.files import Files, aligned_buffer
+from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes
 from kvquilt.tiers.fsck import FsckReport, GroupReport, fsck
-from kvquilt.tiers.slab import SlotPage
+from kvquilt.tiers.slot_pages import SlotPages
 from unit.tiers.disk_support import (
     LIMIT_SECONDS,
     UNIT,
+    SlabFiles,
     content,
     load_all,
     make_tier,
@@ -344,9 +346,15 @@ def test_a_key_in_two_slots_is_one_page_and_one_orphan(root: Path, space: Path) 
         slab = tier._opened.slabs[FULL]  # type: ignore[union-attr]
         key = PROMPTS[0].keys(FULL)[0]
         size = tier.plan.slot_bytes["full"]
-        payload = aligned_buffer(size)
-        payload[:] = content(FULL, key, size).data
-        slab.write_pages([SlotPage(slot, FULL, key.tobytes(), bytes(32), payload)], 1, 5)
+        one = SlotPages(
+            np.asarray([slot], dtype=np.int64),
+            np.asarray([FULL], dtype=np.int64),
+            key.reshape(1, 4),
+            np.zeros((1, 1, 4), dtype=np.uint64),
+            content(FULL, key, size),
+            np.zeros(1, dtype=np.int64),
+        )
+        slab.write_pages(one, 1, 5)
         tier.close()
     found = group(fsck(root), "full")
     assert (found.pages, found.orphaned_by) == (2, {"duplicate": 1})
@@ -521,9 +529,9 @@ def test_pages_that_a_live_owner_overwrites_meanwhile_are_not_bad(tmp_path: Path
         save(tier, prompt(LAYOUT, number))
     numbers = iter(range(100, 1000))
 
-    class Meanwhile(Files):
+    class Meanwhile(SlabFiles):
         def read(self, fd: int, buffers: Any, offset: int) -> None:
-            if len(buffers) > 1:
+            if self.moves_pages(fd, buffers):
                 for _ in range(3):
                     save(tier, prompt(LAYOUT, next(numbers)))
             super().read(fd, buffers, offset)
