@@ -304,6 +304,27 @@ class Store:
                 ticket.skipped_full,
             )
 
+    def split(self, ticket_id: int, owner: str, most: int) -> list[int]:
+        """Tickets for at most `most` blocks each, in order, in place of a ticket for one want. Raises
+        TicketError as `commit` does."""
+        with self._lock:
+            self._check_open()
+            (whole,) = self._tickets.take(ticket_id, owner).reserved
+            return [
+                self._tickets.open(
+                    owner,
+                    (
+                        Reserved(
+                            whole.view,
+                            whole.chain,
+                            whole.blocks[at : at + most],
+                            whole.slots[at : at + most],
+                        ),
+                    ),
+                )
+                for at in range(0, whole.blocks.size, most)
+            ]
+
     def commit(
         self,
         ticket_id: int,
@@ -311,13 +332,15 @@ class Store:
         *,
         failed: bool = False,
         without: Sequence[tuple[int, IntArray]] = (),
+        touch: bool = True,
     ) -> tuple[Want, ...]:
         """All ranks have written: the pages become visible, and their dense prefix the newest.
 
         Returns what became visible. failed: one rank could not; nothing becomes visible.
-        without: (group, blocks) that could not be written, of a ticket for one chain. Pages reserved
-        before a `reset`, or whose ticket was overdue, are dropped. Raises TicketError for an unknown or
-        foreign ticket.
+        without: (group, blocks) that could not be written, of a ticket for one chain. touch: False if
+        another ticket of the same prefix, committed soon, makes it the newest. Pages reserved before a
+        `reset`, or whose ticket was overdue, are dropped. Raises TicketError for an unknown or foreign
+        ticket.
         """
         with self._lock:
             self._check_open()
@@ -325,7 +348,8 @@ class Store:
             if failed:
                 self._abort(ticket)
                 return ()
-            return self._admission.commit(self._abort_part(ticket, without) if without else ticket)
+            kept = self._abort_part(ticket, without) if without else ticket
+            return self._admission.commit(kept, touch=touch)
 
     def abort(self, ticket_id: int, owner: str) -> None:
         """End a ticket unwritten; its slots are free at once. Raises TicketError as `commit` does."""

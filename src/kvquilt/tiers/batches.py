@@ -49,7 +49,10 @@ class Ending:
 
 @dataclass(eq=False)
 class WriteBatch:
-    """Pages that one thread writes under one ticket of the index."""
+    """Pages that one thread writes under one ticket of the index.
+
+    last: of those that are saved together; once for all it makes their prefix the newest.
+    """
 
     opened: Opened
     health: Health
@@ -59,6 +62,7 @@ class WriteBatch:
     group: int
     pages: SlotPages
     ending: Ending
+    last: bool
 
     def __post_init__(self) -> None:
         self.queued_at = time.monotonic()
@@ -87,7 +91,7 @@ class WriteBatch:
             self.counts.drop(self.group, why, len(self.pages))
         try:
             with contextlib.suppress(KVQuiltError):
-                self.opened.index.commit(self.ticket_id, OWNER, failed=not good)
+                self.opened.index.commit(self.ticket_id, OWNER, failed=not good, touch=self.last)
         finally:
             self.ending.release()
 

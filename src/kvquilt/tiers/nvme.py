@@ -195,37 +195,38 @@ class NVMeTier:
         if wanted.size > room:
             self._counts.drop(pages.group, "queue", wanted.size - room)
             wanted = wanted[:room]
-        accepted = 0
+        if not wanted.size:
+            return 0
+        blocks = pages.blocks[wanted]
+        with self._turn:
+            ticket = opened.index.reserve(OWNER, [Want(pages.chain, pages.group, blocks)])
+            generation = opened.generation
+        self._counts.drop(pages.group, "full", sum(ticket.skipped_full.values()))
+        if ticket.ticket_id is None:
+            return 0
+        grant = ticket.grants[0]
+        # The grant is in order and names each block once; what was offered need not be.
+        order = np.argsort(blocks, kind="stable")
+        places = wanted[order[np.searchsorted(blocks, grant.blocks, sorter=order)]]
         per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
-        for start in range(0, wanted.size, per_batch):
-            chosen = wanted[start : start + per_batch]
-            want = Want(pages.chain, pages.group, pages.blocks[chosen])
-            with self._turn:
-                ticket, generation = opened.index.reserve(OWNER, [want]), opened.generation
-            self._counts.drop(pages.group, "full", sum(ticket.skipped_full.values()))
-            if ticket.ticket_id is None:
-                continue
-            grant = ticket.grants[0]
-            # The grant is in order and names each block once; what was offered need not be.
-            order = np.argsort(pages.blocks[chosen], kind="stable")
-            places = chosen[order[np.searchsorted(pages.blocks[chosen], grant.blocks, sorter=order)]]
-            out = self._slot_pages(pages, places, grant.slots)
+        tickets = opened.index.split(ticket.ticket_id, OWNER, per_batch)
+        for i, ticket_id in enumerate(tickets):
+            part = slice(i * per_batch, (i + 1) * per_batch)
             batch = WriteBatch(
                 opened,
                 self._health,
                 self._counts,
                 generation,
-                ticket.ticket_id,
+                ticket_id,
                 pages.group,
-                out,
+                self._slot_pages(pages, places[part], grant.slots[part]),
                 ending,
+                last=i == len(tickets) - 1,
             )
-            accepted += grant.slots.size
             ending.hold()
-            self._workers.submit(
-                Batch("write", grant.slots.size, grant.slots.size * slab.slot_stride, batch.run, batch.drop)
-            )
-        return accepted
+            num = len(batch.pages)
+            self._workers.submit(Batch("write", num, num * slab.slot_stride, batch.run, batch.drop))
+        return int(grant.slots.size)
 
     def _slot_pages(self, pages: Pages, places: IntArray, slots: IntArray) -> SlotPages:
         blocks = pages.blocks[places]

@@ -249,6 +249,35 @@ def test_37_tickets_end_once_and_by_their_owner(store: Store) -> None:
     assert present(store, chain, 0) == [0]
 
 
+def test_37_a_split_ticket_ends_in_parts(store: Store) -> None:
+    chain = chain_of(store.layout, PROMPT)
+    whole = store.reserve("w", [want(chain, 0, range(4))])
+    assert whole.ticket_id is not None
+    with pytest.raises(TicketError):
+        store.split(whole.ticket_id, "another", 3)
+    head, tail = store.split(whole.ticket_id, "w", 3)
+    with pytest.raises(TicketError):
+        store.commit(whole.ticket_id, "w")
+    store.commit(head, "w", touch=False)
+    assert store.visible(chain, 0, 0, 4).tolist() == [True, True, True, False]
+    store.abort(tail, "w")
+    assert present(store, chain, 0) == [0, 1, 2]
+    assert store.audit().arenas[0].free == 5
+
+
+def test_37_the_last_part_makes_the_whole_prefix_the_newest_tail_before_head(store: Store) -> None:
+    chain = chain_of(store.layout, PROMPT)
+    whole = store.reserve("w", [want(chain, 0, range(4))])
+    assert whole.ticket_id is not None
+    *heads, tail = store.split(whole.ticket_id, "w", 1)
+    for part in heads:
+        store.commit(part, "w", touch=False)
+    store.commit(tail, "w")
+    other = chain_of(store.layout, "ABCDEFGHIJKL")
+    save(store, other, {0: range(6)})  # eight slots: two of ours make room
+    assert present(store, chain, 0) == [0, 1]
+
+
 @pytest.mark.parametrize("use", ["pages", "renew", "release"])
 def test_38_expired_foreign_and_released_leases_are_loud_errors_that_change_nothing(
     store: Store, use: str
