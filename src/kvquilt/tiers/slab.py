@@ -43,6 +43,7 @@ IntArray = NDArray[np.int64]
 
 _RUN_BYTES = 1 << 20  # neighbouring slots that go in one system call, and fit in the processor's caches
 _SCAN_REPORT = 100_000  # slots between two lines of progress
+_local = threading.local()  # each thread's memory for the slots of one system call, of any slab
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,6 @@ class Slab:
         self.fd, self._table, self._stamps = fds
         self._writable = False
         self._files = files
-        self._local = threading.local()
         self._dtype = entry_dtype(facts.span_keys)
         self._slots_per_run = max(1, _RUN_BYTES // facts.slot_bytes)
 
@@ -316,9 +316,9 @@ class Slab:
         It stays in the processor's caches, where the medium moves bytes, and checks are made, faster than
         in pages all over host memory."""
         size = self.facts.slot_bytes
-        kept: memoryview | None = getattr(self._local, "slots", None)
-        if kept is None:
-            kept = self._local.slots = aligned_buffer(self._slots_per_run * size)
+        kept: memoryview | None = getattr(_local, "slots", None)
+        if kept is None or len(kept) < self._slots_per_run * size:
+            kept = _local.slots = aligned_buffer(self._slots_per_run * size)
         part = kept[: slots * size]
         return part, np.frombuffer(part, dtype=np.uint8).reshape(slots, size)
 
