@@ -533,20 +533,23 @@ def withdraw_orphans(
 
 @njit
 def clear(s: Slots, usable: int) -> None:
-    """Empty the index. Leased and ticketed slots stay held, without their keys."""
+    """Empty the index. Leased and ticketed slots stay held, without their keys; those that `adopt` has filled
+    and that are not usable yet become as if it had not."""
     s.table[:] = np.uint64(0)
     s.meta[NUM_ENTRIES] = 0
     s.meta[OLDEST] = -1
     s.meta[NEWEST] = -1
-    for slot in range(usable - 1, -1, -1):
+    for slot in range(s.state.size - 1, -1, -1):
         if s.state[slot] == TICKETED:
             s.state[slot] = DETACHED_WRITE
         elif s.state[slot] == RESIDENT:
             s.pages[s.group[slot]] -= 1
             if s.pins[slot] > 0:
                 s.state[slot] = DETACHED_READ
-            else:
+            elif slot < usable:
                 _set_free(s, slot)
+            else:  # `add_usable` will
+                s.state[slot] = FREE
 
 
 @njit
