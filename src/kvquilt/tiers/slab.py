@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
 
 _RUN_BYTES = 1 << 20  # neighbouring slots that go in one system call, and fit in the processor's caches
+_LATEST_STAMP = 1 << 62  # no index has been touched that often
+_GIVEN_UP_AFTER = 8  # reads that fail one after another from the first on: it is the medium, not a block
 _SCAN_REPORT = 100_000  # slots between two lines of progress
 _local = threading.local()  # each thread's memory for the slots of one system call, of any slab
 
@@ -198,6 +200,9 @@ class Slab:
         self.usable_slots = (
             max(0, min(size - BLOCK_BYTES, facts.num_slots * facts.slot_bytes)) // facts.slot_bytes
         )
+        if self.listed_slots < self.usable_slots:
+            # Whoever is killed before all headers are read must not leave an empty table that looks whole.
+            self._files.write(self._table, [bytes(BLOCK_BYTES)], 0)
         # Entries of slots that a truncated slab has lost must not come back when it grows again.
         self._files.truncate(self._table, BLOCK_BYTES + self.usable_slots * facts.entry_bytes)
         self._files.truncate(self._table, facts.table_bytes)
@@ -206,10 +211,21 @@ class Slab:
         self._files.allocate(self._stamps, 0, facts.stamps_bytes)
         self._files.allocate(self.fd, 0, BLOCK_BYTES)
         self.write_head()
-        self._files.write(self._table, [facts.head(TABLE_MAGIC).pack()], 0)
+        if self.listed_slots >= self.usable_slots:
+            self._write_table_head()
+
+    def _write_table_head(self) -> None:
+        self._files.write(self._table, [self.facts.head(TABLE_MAGIC).pack()], 0)
+
+    def probe(self) -> None:
+        """Does the medium do what will be asked of it? Raises OSError."""
+        if self._writable:
+            self.write_head()
+        else:
+            self._files.read(self.fd, [aligned_buffer(BLOCK_BYTES)], 0)
 
     def write_head(self) -> None:
-        """Write the slab's first block and read it back. Raises OSError: also the tier's probe."""
+        """Write the slab's first block and read it back. Raises OSError."""
         block = aligned_buffer(BLOCK_BYTES)
         block[:] = self.facts.head(SLAB_MAGIC).pack()
         self._files.write(self.fd, [block], 0)
@@ -355,6 +371,7 @@ class Slab:
         size = min(os.fstat(self._stamps).st_size // 8, count) if self._stamps >= 0 else 0
         if size:
             self._files.read(self._stamps, [stamps[:size].data.cast("B")], 0)
+        stamps[(stamps < 0) | (stamps > _LATEST_STAMP)] = 0  # damaged, and a clock from there would overflow
         return stamps
 
     def survey(
@@ -377,9 +394,30 @@ class Slab:
         size, entries = self.facts.entry_bytes, np.zeros(slots.size, dtype=self._dtype)
         held = max(0, (os.fstat(self._table).st_size - BLOCK_BYTES) // size) if self._table >= 0 else 0
         for run in _neighbours(slots[slots < held]):
-            found = entries[run.start : run.stop].view(np.uint8)
-            self._files.read(self._table, [found.data], BLOCK_BYTES + int(slots[run.start]) * size)
+            try:
+                self._read_run(slots, entries, run)
+            except OSError:
+                self._read_around_bad_blocks(slots, entries, run)
         return entries
+
+    def _read_run(self, slots: IntArray, entries: NDArray[np.void], run: range) -> None:
+        found = entries[run.start : run.stop].view(np.uint8)
+        offset = BLOCK_BYTES + int(slots[run.start]) * self.facts.entry_bytes
+        self._files.read(self._table, [found.data], offset)
+
+    def _read_around_bad_blocks(self, slots: IntArray, entries: NDArray[np.void], run: range) -> None:
+        """Read neighbours in small parts; what cannot be becomes doubtful. Raises OSError if nothing can."""
+        step, failed, read = max(1, BLOCK_BYTES // self.facts.entry_bytes), 0, False
+        for start in range(run.start, run.stop, step):
+            part = range(start, min(start + step, run.stop))
+            try:
+                self._read_run(slots, entries, part)
+                read = True
+            except OSError:
+                failed += 1
+                if not read and (failed == _GIVEN_UP_AFTER or part.stop == run.stop):
+                    raise
+                _make_doubtful(entries[part.start : part.stop])
 
     def recover(
         self, groups: Sequence[int], generation: int, stopped: Callable[[], bool] = lambda: False
@@ -395,6 +433,7 @@ class Slab:
         intact = intact_entries(entries, slots)
         if doubtful.any() and self._writable:
             self._write_entries(slots[doubtful], entries[doubtful])
+            self._write_table_head()
             self.table_lost = False
             self.listed_slots = self.num_slots
         good = intact & (entries["generation"] == generation) & np.isin(entries["group"], groups)
@@ -410,9 +449,11 @@ class Slab:
         return Recovered(pages, stamps[order], bool(doubtful.any()))
 
     def _scan(self, slots: IntArray, stopped: Callable[[], bool]) -> NDArray[np.void]:
-        """Entries of these slots, made anew from the slots' headers."""
+        """Entries of these slots, made anew from the slots' headers; doubtful ones where a header cannot be
+        read, so that the next start tries again. Raises OSError if the medium gives none."""
         header = aligned_buffer(self.facts.header_bytes)
         entries = np.zeros(slots.size, dtype=self._dtype)
+        unread: list[int] = []
         for done, slot in enumerate(slots.tolist()):
             if done % 1024 == 0 and stopped():
                 raise OSError(errno.ECANCELED, "stopped while reading slot headers")
@@ -421,6 +462,9 @@ class Slab:
             try:
                 self._files.read(self.fd, [header], self._offset(slot))
             except OSError:
+                unread.append(done)
+                if len(unread) == done + 1 == _GIVEN_UP_AFTER:
+                    raise
                 continue
             page = parse_page_header(header)
             if page is None or page.slot != slot or page.namespace != self.facts.namespace:
@@ -434,6 +478,8 @@ class Slab:
             entries[done]["span"][: len(spans)] = spans
         seal_entries(entries, slots)
         entries[entries["generation"] == 0] = 0
+        for done in unread:
+            _make_doubtful(entries[done : done + 1])
         return entries
 
     def close(self) -> None:
@@ -442,6 +488,12 @@ class Slab:
             if fd >= 0:
                 os.close(fd)
         self.fd = self._table = self._stamps = -1
+
+
+def _make_doubtful(entries: NDArray[np.void]) -> None:
+    """Make entries that are neither empty nor intact: the slot's header says what lies there."""
+    entries[:] = 0
+    entries["reserved"] = 1
 
 
 def _neighbours(slots: IntArray) -> list[range]:

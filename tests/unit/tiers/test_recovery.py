@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from kvquilt.testing.tier_faults import FaultyFiles, FileFault
+from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes
 from unit.tiers.disk_support import (
     budget_for,
     load,
+    load_all,
     make_tier,
     namespace_path,
     one_full,
     prompt,
     save,
+    save_several,
+    three_kinds,
+    whole,
 )
+from unit.tiers.tier_support import TICK_SECONDS, Clock, until
 
 LAYOUT = one_full()
 BUDGET = budget_for(LAYOUT, 20)
 CHAIN = prompt(LAYOUT, 0, units=12)
+SLOT_BYTES = 4096 + header_bytes(0)
 
 
 def written(root: Path) -> Path:
@@ -41,7 +55,7 @@ def found(root: Path) -> tuple[int, int, int]:
 
 def test_slots_that_a_truncation_took_do_not_come_back_with_the_slab(tmp_path: Path) -> None:
     space = written(tmp_path)
-    os.truncate(space / "arena00.slab", BLOCK_BYTES + 5 * (4096 + header_bytes(0)) + 100)
+    os.truncate(space / "arena00.slab", BLOCK_BYTES + 5 * SLOT_BYTES + 100)
     assert found(tmp_path) == (5, 5, 0)
     assert found(tmp_path) == (5, 5, 0)
 
@@ -72,3 +86,114 @@ def test_a_start_removes_nothing_that_is_not_named_like_a_namespace(tmp_path: Pa
     written(tmp_path)
     assert all((path / "file").exists() for path in kept)
     assert not half_made.exists()
+
+
+class KilledAtHeader(Files):
+    """Kills its process when the header of slot 5 is read."""
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        if offset == BLOCK_BYTES + 5 * SLOT_BYTES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().read(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("left", [0, BLOCK_BYTES + 3 * entry_dtype(0).itemsize])
+def test_a_start_that_is_killed_while_it_reads_headers_loses_no_page(tmp_path: Path, left: int) -> None:
+    space = written(tmp_path)
+    os.truncate(space / "arena00.table", left)
+    child = os.fork()
+    if child == 0:
+        make_tier(tmp_path, LAYOUT, BUDGET, files=KilledAtHeader())
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert found(tmp_path) == (12, 12, 0)
+
+
+def refused(offset: int, length: int, match: str) -> FileFault:
+    """A part of the medium that cannot be read."""
+    return FileFault({"read"}, error=errno.EIO, match=match, from_offset=offset, to_offset=offset + length)
+
+
+def test_headers_that_cannot_be_read_now_are_found_by_the_next_start(tmp_path: Path) -> None:
+    (written(tmp_path) / "arena00.table").unlink()
+    files = FaultyFiles()
+    with files.inject(refused(BLOCK_BYTES + 5 * SLOT_BYTES, 2 * SLOT_BYTES, ".slab")):
+        tier = make_tier(tmp_path, LAYOUT, BUDGET, files=files)
+        assert tier.stats().groups[0].pages == 10
+        tier.close()
+    assert found(tmp_path) == (12, 12, 0)
+
+
+def test_a_slab_that_gives_no_header_at_start_keeps_its_pages(tmp_path: Path) -> None:
+    (written(tmp_path) / "arena00.table").unlink()
+    files = FaultyFiles()
+    with files.inject(refused(BLOCK_BYTES, 1 << 40, ".slab")):
+        tier = make_tier(tmp_path, LAYOUT, BUDGET, files=files)
+        assert tier.state == "off"
+        tier.close()
+    assert found(tmp_path) == (12, 12, 0)
+
+
+def test_a_bad_block_of_a_table_costs_no_page(tmp_path: Path) -> None:
+    budget = budget_for(LAYOUT, 200)
+    tier = make_tier(tmp_path, LAYOUT, budget)
+    chain = prompt(LAYOUT, 0, units=150)
+    save(tier, chain)
+    tier.close()
+    files = FaultyFiles()
+    with files.inject(refused(2 * BLOCK_BYTES, BLOCK_BYTES, ".table")) as fault:
+        tier = make_tier(tmp_path, LAYOUT, budget, files=files)
+        assert fault.num_calls
+        assert load_all(tier, chain) == whole(LAYOUT, chain)
+        tier.close()
+
+
+def test_after_a_reset_between_two_slabs_no_slot_is_lost(tmp_path: Path) -> None:
+    layout, size = three_kinds(), 2 << 20
+    tier = make_tier(tmp_path, layout, size)
+    save_several(tier, [prompt(layout, i) for i in range(10)])
+    tier.close()
+    files, clock = FaultyFiles(), Clock()
+    with files.inject(refused(BLOCK_BYTES, 1 << 40, "arena01.table")):
+        tier = make_tier(tmp_path, layout, size, files=files, clock=clock, tick_seconds=TICK_SECONDS)
+        assert tier.state == "off"
+        assert tier.reset()
+    clock.now += 60.0
+    until(lambda: tier.state == "on")
+    tier.audit()
+    assert [group.pages for group in tier.stats().groups] == [0, 0, 0]
+    tier.close()
+
+
+@pytest.mark.parametrize("stamp", [(1 << 63) - 1, (1 << 63) - 5, 1 << 62, -1])
+def test_no_stamp_stops_the_clock(tmp_path: Path, stamp: int) -> None:
+    layout, size = three_kinds(), 2 << 20
+    tier = make_tier(tmp_path, layout, size)
+    chain = prompt(layout, 0)
+    save(tier, chain)
+    tier.close()
+    for path in namespace_path(tier).glob("*.stamps"):
+        np.full(path.stat().st_size // 8, stamp, dtype="<i8").tofile(path)
+    tier = make_tier(tmp_path, layout, size)
+    assert load_all(tier, chain) == whole(layout, chain)
+    for number in range(1, 30):
+        last = prompt(layout, number)
+        save(tier, last)
+        tier.audit()
+        assert load_all(tier, last) == whole(layout, last)
+    tier.close()
+
+
+def test_a_reader_that_is_reset_takes_nothing_over_later(tmp_path: Path) -> None:
+    written(tmp_path)
+    files, clock = FaultyFiles(), Clock()
+    with files.inject(refused(BLOCK_BYTES, 1 << 40, ".table")):
+        tier = make_tier(
+            tmp_path, LAYOUT, BUDGET, write="never", files=files, clock=clock, tick_seconds=TICK_SECONDS
+        )
+        assert tier.state == "off"
+        assert tier.reset() is False  # the pages are another process's
+    clock.now += 60.0
+    until(lambda: tier.state == "on")
+    assert not tier.present(CHAIN, 0, 0, 12).any()
+    tier.close()
