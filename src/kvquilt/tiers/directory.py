@@ -53,6 +53,7 @@ __all__ = [
     "open_for_reading",
     "remove_namespace",
     "tree_bytes",
+    "unlock",
 ]
 
 logger = logging.getLogger(__name__)
@@ -168,21 +169,28 @@ class Claim:
     def close(self) -> None:
         """Give the directory up; the time of it is its last use. May be called twice."""
         if self._lock_fd >= 0:
-            with contextlib.suppress(OSError):
-                os.utime(self._lock_fd)
-            os.close(self._lock_fd)
+            self.used()
+            unlock(self._lock_fd)
             self._lock_fd = -1
+
+    def used(self) -> None:
+        """Note that the directory is in use now: whoever is killed does not come to say so."""
+        with contextlib.suppress(OSError):
+            os.utime(self._lock_fd)
 
 
 _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+_locks: set[int] = set()  # descriptors that hold a lock
 
 
 def _let_go_in_child() -> None:
-    # A forked child shares the lock, and would keep it when this process is killed. To close the child's
-    # descriptor leaves the parent's lock alone.
-    for claim in list(_claims):
+    # A forked child shares the locks, and would keep them when this process is killed. To close the child's
+    # descriptors leaves the parent's locks alone.
+    for fd in _locks:
         with contextlib.suppress(OSError):
-            os.close(claim._lock_fd)
+            os.close(fd)
+    _locks.clear()
+    for claim in list(_claims):
         claim._lock_fd = -1
 
 
@@ -211,8 +219,13 @@ def claim_namespace(
     _check_root(root)
     with _locked(root / LOCK):
         path = namespace_path(root, wanted.digest, dp_rank)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+        for made in (path.parent, path):
+            if made.is_symlink():
+                raise ConfigError(
+                    f"disk_path: {made} is a symbolic link: disk_bytes could not bound what lies behind it; "
+                    "remove it, or let disk_path name the other place"
+                )
+            made.mkdir(mode=0o700, exist_ok=True)
         lock_fd = _try_lock(path / LOCK)
         if lock_fd is None:
             raise ConfigError(
@@ -220,14 +233,16 @@ def claim_namespace(
                 'of its own, or let this one only read ({"disk_write": "never"})'
             )
         try:
+            os.utime(lock_fd)
             _sweep(root, path)
-            _make_room(root, path, wanted.planned_bytes, disk_bytes, reclaim)
+            own_bytes = tree_bytes(path) - _foreign_bytes(path, lengths)
+            _make_room(root, path, own_bytes, wanted.planned_bytes, disk_bytes, reclaim)
             manifest = _settle_manifest(path, wanted, files)
             for name, length in lengths.items():
                 _cut(path / name, length)
             _explain_others(root, path, manifest)
         except BaseException:
-            os.close(lock_fd)
+            unlock(lock_fd)
             raise
         return Claim(path, lock_fd, manifest, files)
 
@@ -261,7 +276,10 @@ def list_namespaces(root: Path) -> list[NamespaceDirectory]:
             used = (path / LOCK).stat().st_mtime
         except OSError:
             used = 0.0
-        found.append(NamespaceDirectory(path, Manifest.read(path), tree_bytes(path), used))
+        manifest = None
+        with contextlib.suppress(OSError):  # another namespace's bad block is no reason not to start
+            manifest = Manifest.read(path)
+        found.append(NamespaceDirectory(path, manifest, tree_bytes(path), used))
     return sorted(found, key=lambda one: one.last_used)
 
 
@@ -270,29 +288,41 @@ def tree_bytes(path: Path) -> int:
     total = 0
     for directory, _, names in os.walk(path):
         for name in names:
-            with contextlib.suppress(OSError):
-                facts = os.lstat(os.path.join(directory, name))
-                total += max(facts.st_size, facts.st_blocks * 512)
+            total += _file_bytes(os.path.join(directory, name))
     return total
+
+
+def _file_bytes(path: Path | str) -> int:
+    with contextlib.suppress(OSError):
+        facts = os.lstat(path)
+        return max(facts.st_size, facts.st_blocks * 512)
+    return 0
 
 
 def is_locked(path: Path) -> bool:
     """Does a live process hold this namespace? To be asked where no engine can be starting (`no_start`):
     it could not have the namespace for the moment that this takes."""
-    fd = None
     with contextlib.suppress(FileNotFoundError):
         fd = _try_lock(path / LOCK, shared=True)
         if fd is None:
             return True
-        os.close(fd)
+        unlock(fd)
     return False
+
+
+def _may_be_in_use(path: Path) -> bool:
+    """Also True where that can't be said: it is left alone, and does not keep others from starting."""
+    try:
+        return is_locked(path)
+    except OSError:
+        return True
 
 
 def _check_root(root: Path) -> None:
     if not root.is_absolute():
         raise ConfigError(f"disk_path={str(root)!r}: must be an absolute path")
     if not root.exists():
-        root.mkdir(mode=0o700, parents=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # another rank may do the same now
     check_ours(root)
 
 
@@ -327,7 +357,7 @@ def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(fd)
+        unlock(fd)
 
 
 @contextlib.contextmanager
@@ -344,7 +374,8 @@ def no_start(root: Path, *, shared: bool) -> Iterator[None]:
 
 
 def hold_namespace(root: Path, path: Path) -> int | None:
-    """A descriptor that holds a namespace's lock, as an engine does; None if a live process has it."""
+    """A descriptor that holds a namespace's lock, as an engine does, until `unlock`; None if a live process
+    has it."""
     with _locked(root / LOCK):
         return _try_lock(path / LOCK)
 
@@ -356,31 +387,60 @@ def _try_lock(path: Path, *, shared: bool = False) -> int | None:
     """
     flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    _locks.add(fd)
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
+        _locks.discard(fd)
         os.close(fd)
         return None
     return fd
 
 
+def unlock(fd: int) -> None:
+    """Give up a lock and its descriptor; also what a child that was forked meanwhile still has of it."""
+    if fd not in _locks:
+        return  # this is such a child
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    _locks.discard(fd)
+    os.close(fd)
+
+
 def _sweep(root: Path, own: Path) -> None:
     """Remove what dead owners left half made. A live one's is locked, and stays."""
     for path in namespace_paths(root):
-        if path != own and is_locked(path):
+        if path != own and _may_be_in_use(path):
             continue
         for draft in path.glob(".*.tmp"):
             logger.info("kvquilt: disk: removing %s, left by a process that died", draft)
-            draft.unlink(missing_ok=True)
+            _discard(draft)
         if path != own and not (path / MANIFEST).exists():
             logger.info("kvquilt: disk: removing %s, which has no manifest", path)
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _make_room(root: Path, own: Path, needed: int, disk_bytes: int, reclaim: Reclaim) -> None:
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _foreign_bytes(own: Path, lengths: Mapping[str, int]) -> int:
+    """Bytes of what somebody else has put into a namespace's directory: it stays, and counts."""
+    known = {*lengths, LOCK, MANIFEST}
+    return sum(
+        tree_bytes(path) if path.is_dir() else _file_bytes(path)
+        for path in own.iterdir()
+        if path.name not in known
+    )
+
+
+def _make_room(root: Path, own: Path, own_bytes: int, needed: int, disk_bytes: int, reclaim: Reclaim) -> None:
     found = [one for one in list_namespaces(root) if one.path != own]
-    free = [one for one in found if not is_locked(one.path)]
-    others = tree_bytes(root) - tree_bytes(own)
+    free = [one for one in found if not _may_be_in_use(one.path)]
+    others = tree_bytes(root) - own_bytes
     for one in found:
         if one not in free and one.manifest is not None:  # it may still be growing
             others += max(0, one.manifest.planned_bytes - one.num_bytes)
@@ -419,7 +479,7 @@ def _settle_manifest(path: Path, wanted: Manifest, files: Files) -> Manifest:
     if found is None or found.digest != wanted.digest:
         for old in path.iterdir():
             if old.name != LOCK:
-                old.unlink()
+                _discard(old)
         found = wanted
     else:
         found = msgspec.structs.replace(wanted, generation=found.generation)
@@ -460,4 +520,4 @@ def remove_namespace(path: Path) -> None:
     try:
         shutil.rmtree(path)
     finally:
-        os.close(fd)
+        unlock(fd)

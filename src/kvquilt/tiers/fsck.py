@@ -31,6 +31,7 @@ from kvquilt.tiers.directory import (
     no_start,
     remove_namespace,
     tree_bytes,
+    unlock,
 )
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import FORMAT_VERSION
@@ -266,7 +267,7 @@ def _check_and_repair(root: Path, path: Path, files: Files, progress: Progress) 
         report, checked = _survey(path, files, progress, False)
         _repair(root, path, report, checked, files)
     finally:
-        os.close(held)
+        unlock(held)
     return report
 
 

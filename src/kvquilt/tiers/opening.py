@@ -92,8 +92,9 @@ class Opened:
             self.slab_of(group).forget(slots.tolist())
 
     def save_stamps(self) -> None:
-        """Keep the recency of all slots, as far as the medium lets it."""
+        """Keep the recency of all slots, and of the namespace, as far as the medium lets it."""
         if self.claim is not None:
+            self.claim.used()
             with contextlib.suppress(OSError, KVQuiltError):
                 for slab in self.slabs:
                     slab.save_stamps(self.index.stamps(slab.index))

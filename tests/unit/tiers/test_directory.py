@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import mmap
@@ -18,7 +19,7 @@ from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.layout.namespace import GroupFactors, LayerFactors, NamespaceFactors
 from kvquilt.store import Chain
 from kvquilt.tiers import DiskOptions, NVMeTier, Pages
-from kvquilt.tiers.directory import tree_bytes
+from kvquilt.tiers.directory import LOCK, MANIFEST, no_start, tree_bytes
 
 MIB = 1 << 20
 LAYOUT = CacheLayout([CacheGroup("full", kind="full", tokens_per_block=16, page_bytes=4096)])
@@ -219,6 +220,93 @@ def test_a_forked_child_does_not_keep_the_lock(tier: Open) -> None:
         os.waitpid(child, 0)
         for end in (forked, told, waits):
             os.close(end)
+
+
+def test_a_child_that_is_forked_during_a_start_does_not_keep_the_directory(tier: Open, root: Path) -> None:
+    tier().close()
+    waits, begins = os.pipe()
+    with no_start(root, shared=False):
+        child = os.fork()
+        if child == 0:
+            os.close(begins)
+            os.read(waits, 1)
+            os._exit(0)
+    try:
+        fd = os.open(root / LOCK, os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the child has it
+        os.close(fd)
+    finally:
+        os.close(begins)
+        os.waitpid(child, 0)
+        os.close(waits)
+
+
+@pytest.mark.parametrize("which", ["rank", "namespace"])
+def test_a_link_to_a_place_that_is_not_counted_is_refused(
+    tier: Open, root: Path, tmp_path: Path, which: str
+) -> None:
+    one = tier()
+    one.close()
+    path = one.path if which == "namespace" else one.path.parent
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        tier()
+
+
+@pytest.mark.parametrize("odd", ["manifest", "lock", "draft"])
+def test_another_namespace_that_cannot_be_read_does_not_keep_it_from_starting(
+    tier: Open, root: Path, odd: str
+) -> None:
+    one = tier(factors(model="other"), num_bytes=MIB)
+    one.close()
+    if odd == "manifest":
+        (one.path / MANIFEST).unlink()
+        (one.path / MANIFEST).mkdir()
+    elif odd == "lock":
+        (one.path / LOCK).unlink()
+        (one.path / LOCK).symlink_to("nowhere")
+    else:
+        (one.path / ".x.tmp").mkdir()
+    assert tier(num_bytes=4 * MIB, dp_size=2).state == "on"
+
+
+def test_what_lies_between_its_files_counts_and_stays(tier: Open) -> None:
+    one = tier()
+    one.close()
+    (one.path / "notes").write_bytes(bytes(MIB))
+    with pytest.raises(ConfigError, match=r"other files under .* take 1 MiB"):
+        tier()
+    assert (one.path / "notes").exists()
+    assert tier(num_bytes=10 * MIB, dp_size=2).state == "on"
+
+
+def test_a_namespace_is_used_last_when_its_engine_is_killed(tier: Open) -> None:
+    """Whoever is killed does not come to say so at the end."""
+    one = tier()
+    one.close()
+    os.utime(one.path / LOCK, (1.0, 1.0))
+    two = tier()
+    assert (two.path / LOCK).stat().st_mtime > 1.0
+    os.utime(two.path / LOCK, (1.0, 1.0))
+    assert two._opened is not None
+    two._opened.save_stamps()
+    assert (two.path / LOCK).stat().st_mtime > 1.0
+
+
+def test_two_ranks_may_make_the_directory_at_once(
+    tier: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Path.exists
+
+    def too_late(path: Path) -> bool:
+        found = there(path)
+        if path == root:
+            root.mkdir(mode=0o700, exist_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "exists", too_late)
+    assert tier().state == "on"
 
 
 @pytest.mark.parametrize(
