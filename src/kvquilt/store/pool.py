@@ -145,7 +145,7 @@ class Prefault:
 
     def start(self) -> None:
         """Make one extent of each arena usable, then work in the background until all are done or
-        `close` is called. Without that first sweep the first request of an engine would find no slot."""
+        `stop` is called. Without that first sweep the first request of an engine would find no slot."""
         self._arenas = [arena for arena in self._arenas if self._grow(arena)]
         self._thread = threading.Thread(target=self.run, name="kvquilt-prefault", daemon=True)
         self._thread.start()
@@ -156,12 +156,15 @@ class Prefault:
         while growing and not self._stop.is_set():
             growing = [arena for arena in growing if not self._stop.is_set() and self._grow(arena)]
 
-    def close(self) -> None:
-        """Stop after the extent in hand, and wait for the thread."""
+    def stop(self, timeout_seconds: float | None = None) -> bool:
+        """Stop after the extent in hand; False if the system takes longer over it than the caller waits."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        return True
 
     def _grow(self, arena: SlotSpace) -> bool:
         """Make one more extent usable; False if there is none to do."""

@@ -378,6 +378,10 @@ class Store:
         with self._lock:
             self._admit_memory()
 
+    def stop_memory(self, timeout_seconds: float) -> bool:
+        """Give the slots no more memory; False if that is still under way then: `close` would wait for it."""
+        return self._prefault.stop(timeout_seconds)
+
     @property
     def now(self) -> int:
         """The store's clock: how many touches there have been."""
@@ -453,7 +457,7 @@ class Store:
         """Stop the prefault thread and close the arenas. May be called twice."""
         with self._lock:
             self._closed = True
-        self._prefault.close()
+        self._prefault.stop()
         for arena in self.arenas:
             arena.close()
 

@@ -99,7 +99,9 @@ class NVMeTier:
         self._turn = threading.Lock()
         self._opened: Opened | None = None
         self._must_forget = False
+        self._takes_over = True  # until a reader is reset, which can't record it
         self._closed = False
+        self._closing = threading.Lock()  # guards the change of _closed; never held while the medium works
         self._stamps_saved_at = clock()
         self._bad_told, self._bad_told_at = 0, -math.inf
         self._stop = threading.Event()
@@ -152,7 +154,8 @@ class NVMeTier:
         """Nobody resets meanwhile; False if somebody has."""
         with self._lock:
             opened = self._opened
-            yield not self._must_forget and opened is not None and opened.generation == generation
+            fresh = self._takes_over and not self._must_forget
+            yield fresh and opened is not None and opened.generation == generation
 
     # ---- the protocol ----
 
@@ -308,6 +311,7 @@ class NVMeTier:
         with self._lock:
             opened = self._opened
             if self.options.write == "never":
+                self._takes_over = False
                 if opened is not None:
                     opened.index.reset()
                 return False
@@ -376,7 +380,7 @@ class NVMeTier:
         return self._workers.wait_idle(timeout_seconds)
 
     def close(self) -> None:
-        with self._lock:
+        with self._closing:
             if self._closed:
                 return
             self._closed = True
@@ -385,7 +389,8 @@ class NVMeTier:
             self._workers.wait_idle(_DRAIN_SECONDS)
         ended = self._workers.close(_DRAIN_SECONDS)
         self._upkeep.join(_DRAIN_SECONDS)  # it may wait for the medium, too
-        if ended and not self._upkeep.is_alive():
+        ended = ended and not self._upkeep.is_alive()
+        if ended and (self._opened is None or self._opened.index.stop_memory(_DRAIN_SECONDS)):
             self._record_reset()
             self._save_stamps()
             self._close_opened()
@@ -450,7 +455,8 @@ class NVMeTier:
                 self._health.switch_off(f"{self.options.path} has been removed or replaced")
             elif self._clock() - self._stamps_saved_at > _STAMP_SECONDS:
                 self._stamps_saved_at = self._clock()
-                self._save_stamps()
+                # By a worker: if the medium hangs there, this thread must be left to see it.
+                self._workers.submit(Batch("write", 0, 0, self._save_stamps, lambda: None))
         if not self._health.on:
             self._workers.drop_queued()
             if self._health.due and not stalled:
@@ -476,7 +482,7 @@ class NVMeTier:
                 self._finish_opening()
                 return
             for slab in opened.slabs:
-                slab.write_head()
+                slab.probe()
         except (OSError, ConfigError) as error:
             self._health.switch_off(str(error))
             return

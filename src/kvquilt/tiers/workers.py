@@ -61,7 +61,7 @@ class Workers:
                 self._queues[batch.kind].append(batch)
                 self._pages[batch.kind] += batch.pages
                 self._bytes[batch.kind] += batch.num_bytes
-                self._changed.notify()
+                self._changed.notify_all()  # one alone might be a caller that waits for idleness
         if closed:
             batch.drop()
 

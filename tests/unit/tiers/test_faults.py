@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvquilt.layout import CacheGroup, CacheLayout
-from kvquilt.store import Chain
+from kvquilt.store import Chain, pool
 from kvquilt.testing.tier_faults import FaultyFiles, FaultyTier, FileFault
 from kvquilt.testing.tier_pages import PageSource
 from kvquilt.tiers import NVMeTier, RamTier, nvme
@@ -426,6 +426,68 @@ def test_close_does_not_wait_for_ever(rig: Rig, monkeypatch: pytest.MonkeyPatch)
 
 
 # Resets
+
+
+def ends(tier: NVMeTier) -> bool:
+    """Does `close` come back, whatever hangs?"""
+    thread = threading.Thread(target=tier.close, daemon=True)
+    thread.start()
+    thread.join(LIMIT_SECONDS)
+    return not thread.is_alive()
+
+
+def test_close_does_not_wait_for_a_reset_that_hangs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme, "_DRAIN_SECONDS", 0.01)
+    tier = rig.open()
+    with rig.files.inject(FileFault({"replace"}, error=errno.EIO)):
+        assert tier.reset() is False
+    with rig.files.inject(FileFault({"replace"}, effect="hang")) as fault:
+        rig.clock.now += 1.0  # it is tried again
+        fault.wait_for_calls()
+        assert ends(tier)
+    until(lambda: not tier._upkeep.is_alive())
+    tier._close_opened()
+
+
+def test_close_does_not_wait_for_space_that_is_given_slowly(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "_DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr(pool, "EXTENT_BYTES", 64 << 10)
+    with rig.files.inject(
+        FileFault({"allocate"}, effect="hang", match=".slab", from_offset=1 << 20)
+    ) as fault:
+        tier = rig.open(4 << 20)
+        fault.wait_for_calls()
+        assert ends(tier)
+    tier._close_opened()
+
+
+def test_a_medium_that_hangs_under_the_stamps_is_seen(rig: Rig) -> None:
+    tier = rig.open()
+    chain = rig.source.chain("a", 64)
+    rig.source.save(tier, chain)
+    with rig.files.inject(FileFault({"write"}, effect="hang", match=".stamps")) as fault:
+        rig.clock.now += 31.0  # they are due
+        fault.wait_for_calls()
+        rig.clock.now += 11.0
+        until(lambda: tier.state == "off")
+    rig.comes_back(tier)
+    rig.works(tier)
+
+
+def test_a_tier_that_only_reads_comes_back(rig: Rig) -> None:
+    tier, chain = rig.open(), rig.source.chain("a", 256)
+    rig.source.save(tier, chain)
+    tier.close()
+    reader = disk(rig.path, rig.source, 2 << 20, write="never", files=rig.files, clock=rig.clock)
+    with rig.files.inject(FileFault({"read"}, error=errno.EIO, match=".slab")):
+        for block in range(5):
+            rig.source.load(reader, chain, 0, [block])
+        assert reader.state == "off"
+    rig.comes_back(reader)
+    assert rig.source.load(reader, chain, 0, range(8, 16)).all()
+    reader.close()
 
 
 def test_a_reset_that_cannot_be_recorded_says_so_and_holds(rig: Rig) -> None:
