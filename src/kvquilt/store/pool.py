@@ -145,14 +145,21 @@ class Prefault:
 
     def start(self) -> None:
         """Make one extent of each arena usable, then work in the background until all are done or
-        `stop` is called. Without that first sweep the first request of an engine would find no slot."""
-        self._arenas = [arena for arena in self._arenas if self._grow(arena)]
-        self._thread = threading.Thread(target=self.run, name="kvquilt-prefault", daemon=True)
+        `stop` is called. Without that first sweep the first request of an engine would find no slot.
+        Called again after a failure, it goes on from there."""
+        if self._stop.is_set() or (self._thread is not None and self._thread.is_alive()):
+            return
+        growing = [arena for arena in self._arenas if self._grow(arena)]
+        self._thread = threading.Thread(
+            target=self._run, args=(growing,), name="kvquilt-prefault", daemon=True
+        )
         self._thread.start()
 
     def run(self) -> None:
         """Work until all extents are done."""
-        growing = list(self._arenas)
+        self._run(list(self._arenas))
+
+    def _run(self, growing: list[SlotSpace]) -> None:
         while growing and not self._stop.is_set():
             growing = [arena for arena in growing if not self._stop.is_set() and self._grow(arena)]
 

@@ -369,7 +369,8 @@ class Store:
             )
 
     def provide_memory(self, *, only_what_is_there: bool = False) -> None:
-        """Start to give the slots their memory, for a store made with prefault="later".
+        """Start to give the slots their memory, for a store made with prefault="later"; or, where that has
+        failed, try again.
 
         only_what_is_there: use the slots that the arenas call usable, and no more.
         """

@@ -456,7 +456,7 @@ class NVMeTier:
             elif self._clock() - self._stamps_saved_at > _STAMP_SECONDS:
                 self._stamps_saved_at = self._clock()
                 # By a worker: if the medium hangs there, this thread must be left to see it.
-                self._workers.submit(Batch("write", 0, 0, self._save_stamps, lambda: None))
+                self._workers.submit(Batch("write", 0, 0, self._save_and_grow, lambda: None))
         if not self._health.on:
             self._workers.drop_queued()
             if self._health.due and not stalled:
@@ -498,6 +498,11 @@ class NVMeTier:
     def _save_stamps(self) -> None:
         if self._opened is not None:
             self._opened.save_stamps()
+
+    def _save_and_grow(self) -> None:
+        self._save_stamps()
+        if (opened := self._usable()) is not None:
+            opened.grow()
 
     def _close_opened(self) -> None:
         with self._lock:

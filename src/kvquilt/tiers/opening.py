@@ -99,6 +99,12 @@ class Opened:
                 for slab in self.slabs:
                     slab.save_stamps(self.index.stamps(slab.index))
 
+    def grow(self) -> None:
+        """Ask again for slots for which there was no space."""
+        if self.claim is not None and any(slab.usable_slots < slab.num_slots for slab in self.slabs):
+            with contextlib.suppress(KVQuiltError):
+                self.index.provide_memory()
+
     def close(self) -> None:
         """Give up index, files and claim."""
         self.index.close()  # closes the slabs, its arenas

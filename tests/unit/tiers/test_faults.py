@@ -129,6 +129,10 @@ def test_a_disk_with_room_for_the_tables_alone(rig: Rig, caplog: pytest.LogCaptu
         assert rig.source.save(tier, rig.source.chain("a", 64)) == 0
         assert rig.full(tier).dropped == {"full": 4}
     assert [record.message for record in caplog.records if "no room for slots" in record.message] != []
+    rig.clock.now += 31.0  # there is room now
+    slab = tier._opened.slabs[0]  # type: ignore[union-attr]
+    until(lambda: slab.usable_slots == slab.num_slots)
+    rig.works(tier)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
