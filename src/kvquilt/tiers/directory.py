@@ -235,6 +235,7 @@ def claim_namespace(
         try:
             os.utime(lock_fd)
             _sweep(root, path)
+            _cut_other_ranks(root, path, lengths)
             own_bytes = tree_bytes(path) - _foreign_bytes(path, lengths)
             _make_room(root, path, own_bytes, wanted.planned_bytes, disk_bytes, reclaim)
             manifest = _settle_manifest(path, wanted, files)
@@ -471,6 +472,15 @@ def _cut(path: Path, length: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         if os.lstat(path).st_size > length:
             os.truncate(path, length)
+
+
+def _cut_other_ranks(root: Path, own: Path, lengths: Mapping[str, int]) -> None:
+    """The other ranks get the same share of a smaller bound: whoever starts first must not remove their pages
+    for room that they are about to give up."""
+    for path in namespace_paths(root):
+        if path.name == own.name and path != own and not _may_be_in_use(path):
+            for name, length in lengths.items():
+                _cut(path / name, length)
 
 
 def _settle_manifest(path: Path, wanted: Manifest, files: Files) -> Manifest:

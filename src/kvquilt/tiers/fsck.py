@@ -239,11 +239,21 @@ def _check(
 ) -> NamespaceReport | None:
     """One namespace; None if it has gone meanwhile. What the medium refuses is told of it, and no more."""
     try:
-        if repair:
-            return _check_and_repair(root, path, files, progress)
-        with no_start(root, shared=True):
-            in_use = is_locked(path)
-        return _survey(path, files, progress, in_use)[0]
+        for _ in range(_TRIES):
+            if repair:
+                report = _check_and_repair(root, path, files, progress)
+            else:
+                with no_start(root, shared=True):
+                    in_use = is_locked(path)
+                report = _survey(path, files, progress, in_use)[0]
+            if report.manifest != "missing" or report.repaired:
+                break
+            with no_start(root, shared=True):  # a start may have been removing it, or making it anew
+                if not path.is_dir():
+                    return None
+                if not (path / MANIFEST).exists():
+                    break
+        return report
     except OSError as error:
         if not path.is_dir():
             return None

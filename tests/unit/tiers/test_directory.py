@@ -367,6 +367,16 @@ def test_ranks_have_a_directory_and_a_share_each(tier: Open, root: Path) -> None
     assert all(tree_bytes(root / f"dp{i}") <= 2 * MIB for i in range(2))
 
 
+def test_a_smaller_bound_keeps_pages_of_each_rank(tier: Open, root: Path) -> None:
+    for rank in (0, 1):
+        one = ready(tier(dp_rank=rank, dp_size=2))
+        save(one)
+        one.close()
+    ranks = [tier(num_bytes=5 * MIB // 2, dp_rank=rank, dp_size=2) for rank in (0, 1)]
+    assert [found(one) for one in ranks] == [10, 10]
+    assert tree_bytes(root) <= 5 * MIB // 2
+
+
 def test_one_rank_that_becomes_two_leaves_room_for_the_other(tier: Open, root: Path) -> None:
     one = ready(tier())
     save(one)

@@ -21,6 +21,7 @@ from kvquilt.cli.main import app
 from kvquilt.errors import ConfigError
 from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.tiers import NVMeTier
+from kvquilt.tiers import fsck as fsck_module
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes
 from kvquilt.tiers.fsck import FsckReport, GroupReport, fsck
@@ -520,6 +521,20 @@ def test_an_engine_that_starts_during_a_check_is_not_refused(root: Path) -> None
     assert fsck(root, progress=meanwhile).bad == 0
     assert started[0].state == "on"
     started[0].close()
+
+
+def test_a_namespace_that_a_start_removes_meanwhile_is_not_bad(
+    root: Path, space: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survey = fsck_module._survey
+
+    def removed(path: Path, *rest: object) -> object:
+        shutil.rmtree(path)
+        return survey(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fsck_module, "_survey", removed)
+    report = fsck(root)
+    assert (report.bad, report.namespaces) == (0, [])
 
 
 def test_pages_that_a_live_owner_overwrites_meanwhile_are_not_bad(tmp_path: Path) -> None:
