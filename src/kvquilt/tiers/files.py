@@ -47,7 +47,11 @@ class Files:
             offset += size
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
-        """Give disk space to a part of a file."""
+        """Give disk space to a part of a file whose beginning has it; all or nothing."""
+        facts, disk = os.fstat(fd), os.fstatvfs(fd)
+        if offset + length - facts.st_blocks * 512 > disk.f_bavail * disk.f_frsize:
+            # Some file systems would give what there is before they say so, and nobody else has any then.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, offset, length)
 
     def truncate(self, fd: int, length: int) -> None:

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvquilt.testing.tier_pages import PageSource
 from kvquilt.tiers import NVMeTier, RamTier, nvme
 from kvquilt.tiers.base import GroupTierStats
 from kvquilt.tiers.directory import MANIFEST, Manifest
+from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES
 from kvquilt.tiers.health import Health
 from kvquilt.tiers.slab import Slab
@@ -133,6 +135,20 @@ def test_a_disk_with_room_for_the_tables_alone(rig: Rig, caplog: pytest.LogCaptu
     slab = tier._opened.slabs[0]  # type: ignore[union-attr]
     until(lambda: slab.usable_slots == slab.num_slots)
     rig.works(tier)
+
+
+def test_space_that_is_not_there_is_not_begun_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may give all that it has before it says that this is not enough."""
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        Files().allocate(fd, 0, 1 << 20)
+        monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=100, f_frsize=4096))
+        Files().allocate(fd, 0, 1 << 20)  # it has that already
+        with pytest.raises(OSError, match="No space left"):
+            Files().allocate(fd, 1 << 20, 1 << 20)
+        assert os.fstat(fd).st_size == 1 << 20
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
