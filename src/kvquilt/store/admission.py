@@ -96,7 +96,7 @@ class Admission:
             ticket.grants.append(Grant(i, reserved[i].blocks, reserved[i].slots))
         return ticket, tuple(reserved[i] for i in sorted(reserved))
 
-    def commit(self, ticket: PendingTicket, *, touch: bool = True) -> tuple[Want, ...]:
+    def commit(self, ticket: PendingTicket, *, touch: int | None = None) -> tuple[Want, ...]:
         """Make a ticket's pages visible; which of them are.
 
         Checkpoint pages are linked in token order, so that among them those that later
@@ -113,8 +113,8 @@ class Admission:
                 self._log.committing(part)
             self.committed[part.view.index] += kernels.commit(part.view.slots, part.slots)
         for part in parts:
-            if touch and part.view.group.dense:
-                part.view.touch(part.chain, 0, int(part.blocks[-1]) + 1)
+            if part.view.group.dense:
+                part.view.touch(part.chain, 0, int(part.blocks[-1]) + 1 if touch is None else touch)
         return tuple(visible)
 
     def withdraw(self, view: GroupIndex, chain: Chain, blocks: IntArray) -> int:

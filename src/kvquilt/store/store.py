@@ -332,15 +332,15 @@ class Store:
         *,
         failed: bool = False,
         without: Sequence[tuple[int, IntArray]] = (),
-        touch: bool = True,
+        touch: int | None = None,
     ) -> tuple[Want, ...]:
         """All ranks have written: the pages become visible, and their dense prefix the newest.
 
         Returns what became visible. failed: one rank could not; nothing becomes visible.
-        without: (group, blocks) that could not be written, of a ticket for one chain. touch: False if
-        another ticket of the same prefix, committed soon, makes it the newest. Pages reserved before a
-        `reset`, or whose ticket was overdue, are dropped. Raises TicketError for an unknown or foreign
-        ticket.
+        without: (group, blocks) that could not be written, of a ticket for one chain. touch: how
+        many blocks of the prefix become the newest, 0 if another ticket of it is committed soon; by default
+        up to the ticket's last. Pages reserved before a `reset`, or whose ticket was overdue, are dropped.
+        Raises TicketError for an unknown or foreign ticket.
         """
         with self._lock:
             self._check_open()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from kvquilt.tiers.health import Health
 from kvquilt.tiers.opening import OWNER, Opened
 from kvquilt.tiers.slot_pages import SlotPages
 
-__all__ = ["Ending", "ReadBatch", "WriteBatch"]
+__all__ = ["Ending", "ReadBatch", "Together", "WriteBatch"]
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -47,11 +47,28 @@ class Ending:
             self._done()
 
 
+class Together:
+    """Batches of one group's pages that are saved together, and end in any order. Whichever ends last makes
+    their prefix the newest, once for all, tail before head. num_blocks: up to the last block of all."""
+
+    def __init__(self, batches: int, num_blocks: int) -> None:
+        self._left = batches
+        self._num_blocks = num_blocks
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def one_ends(self) -> Iterator[int]:
+        """One batch after the other; how many blocks this one has to make the newest."""
+        with self._lock:
+            self._left -= 1
+            yield 0 if self._left else self._num_blocks
+
+
 @dataclass(eq=False)
 class WriteBatch:
     """Pages that one thread writes under one ticket of the index.
 
-    last: of those that are saved together; once for all it makes their prefix the newest.
+    together: those that are saved with it.
     """
 
     opened: Opened
@@ -62,7 +79,7 @@ class WriteBatch:
     group: int
     pages: SlotPages
     ending: Ending
-    last: bool
+    together: Together
 
     def __post_init__(self) -> None:
         self.queued_at = time.monotonic()
@@ -90,8 +107,8 @@ class WriteBatch:
         if not good:
             self.counts.drop(self.group, why, len(self.pages))
         try:
-            with contextlib.suppress(KVQuiltError):
-                self.opened.index.commit(self.ticket_id, OWNER, failed=not good, touch=self.last)
+            with contextlib.suppress(KVQuiltError), self.together.one_ends() as touch:
+                self.opened.index.commit(self.ticket_id, OWNER, failed=not good, touch=touch)
         finally:
             self.ending.release()
 

@@ -20,7 +20,7 @@ from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.sizing import Partition, SlotPlan
 from kvquilt.store import Chain, Want, span_steps
 from kvquilt.tiers.base import GroupTierStats, Loaded, Pages, TierStats
-from kvquilt.tiers.batches import Ending, ReadBatch, WriteBatch
+from kvquilt.tiers.batches import Ending, ReadBatch, Together, WriteBatch
 from kvquilt.tiers.counts import Counts
 from kvquilt.tiers.directory import Claim
 from kvquilt.tiers.files import Files
@@ -213,6 +213,7 @@ class NVMeTier:
         places = wanted[order[np.searchsorted(blocks, grant.blocks, sorter=order)]]
         per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
         tickets = opened.index.split(ticket.ticket_id, OWNER, per_batch)
+        together = Together(len(tickets), int(grant.blocks[-1]) + 1)
         for i, ticket_id in enumerate(tickets):
             part = slice(i * per_batch, (i + 1) * per_batch)
             batch = WriteBatch(
@@ -224,7 +225,7 @@ class NVMeTier:
                 pages.group,
                 self._slot_pages(pages, places[part], grant.slots[part]),
                 ending,
-                last=i == len(tickets) - 1,
+                together,
             )
             ending.hold()
             num = len(batch.pages)

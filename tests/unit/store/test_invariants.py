@@ -258,7 +258,7 @@ def test_37_a_split_ticket_ends_in_parts(store: Store) -> None:
     head, tail = store.split(whole.ticket_id, "w", 3)
     with pytest.raises(TicketError):
         store.commit(whole.ticket_id, "w")
-    store.commit(head, "w", touch=False)
+    store.commit(head, "w", touch=0)
     assert store.visible(chain, 0, 0, 4).tolist() == [True, True, True, False]
     store.abort(tail, "w")
     assert present(store, chain, 0) == [0, 1, 2]
@@ -271,7 +271,7 @@ def test_37_the_last_part_makes_the_whole_prefix_the_newest_tail_before_head(sto
     assert whole.ticket_id is not None
     *heads, tail = store.split(whole.ticket_id, "w", 1)
     for part in heads:
-        store.commit(part, "w", touch=False)
+        store.commit(part, "w", touch=0)
     store.commit(tail, "w")
     other = chain_of(store.layout, "ABCDEFGHIJKL")
     save(store, other, {0: range(6)})  # eight slots: two of ours make room

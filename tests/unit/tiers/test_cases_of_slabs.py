@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvquilt import CacheGroup, CacheLayout, longest_hit
-from kvquilt.tiers import NVMeTier
+from kvquilt.testing.tier_faults import FaultyFiles, FileFault
+from kvquilt.tiers import NVMeTier, nvme
 from kvquilt.tiers.directory import tree_bytes
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, header_bytes
@@ -31,6 +32,7 @@ from unit.tiers.disk_support import (
     save,
     whole,
 )
+from unit.tiers.tier_support import until
 
 FULL = one_full()
 SLOT = 4096 + header_bytes(0)
@@ -232,4 +234,27 @@ def test_b67_without_room_for_its_slots_a_tier_keeps_what_fits(tmp_path: Path, a
     stats = tier.stats().groups[0]
     assert (tier.state, stats.pages, stats.dropped.get("full", 0)) == ("on", held, 0 if held else 24)
     tier.audit()
+    tier.close()
+
+
+def test_however_batches_end_the_tail_of_a_prefix_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "_BATCH_BYTES", 2 * SLOT)
+    files = FaultyFiles()
+    tier = make_tier(tmp_path, FULL, budget_for(FULL, 20), files=files, threads=4)
+    chain, ended = prompt(FULL, 0, 6), threading.Event()
+    second = FileFault(
+        {"write"},
+        effect="hang",
+        match=".slab",
+        from_offset=BLOCK_BYTES + 2 * SLOT,
+        to_offset=BLOCK_BYTES + 4 * SLOT,
+    )
+    with files.inject(second):
+        tier.save([memory_for(tier, chain, 0, range(6), True)], ended.set)
+        until(lambda: tier.stats().groups[0].writes == 4)
+    assert ended.wait(LIMIT_SECONDS)
+    assert tier._opened is not None
+    assert tier._opened.index.oldest(0, 6, before=1 << 60).tolist() == [5, 4, 3, 2, 1, 0]
     tier.close()
