@@ -188,7 +188,10 @@ class NVMeTier:
         opened = self._usable()
         if opened is None or opened.claim is None:
             return 0
-        return max(0, self.options.queue_bytes - self._workers.num_bytes("write"))
+        # The queue counts whole slots, headers included.
+        room = max(0, self.options.queue_bytes - self._workers.num_bytes("write"))
+        facts = [slab.facts for slab in opened.slabs]
+        return min((room * (f.slot_bytes - f.header_bytes) // f.slot_bytes for f in facts), default=0)
 
     def _queue_writes(self, opened: Opened, pages: Pages, ending: Ending) -> int:
         slab = opened.slab_of(pages.group)

@@ -54,8 +54,8 @@ class Rig:
         self.clock = clock
         self._tiers: list[NVMeTier] = []
 
-    def open(self, num_bytes: int = 2 << 20) -> NVMeTier:
-        tier = disk(self.path, self.source, num_bytes, files=self.files, clock=self.clock)
+    def open(self, num_bytes: int = 2 << 20, **more: int) -> NVMeTier:
+        tier = disk(self.path, self.source, num_bytes, files=self.files, clock=self.clock, **more)
         self._tiers.append(tier)
         return tier
 
@@ -396,6 +396,19 @@ def test_a_write_that_hangs_keeps_its_memory_until_it_ends(rig: Rig) -> None:
     saved.wait()
     rig.comes_back(tier)
     assert rig.source.load(tier, chain, 0).all()
+
+
+def test_what_the_queue_is_said_to_have_room_for_is_not_refused(rig: Rig) -> None:
+    """Slots are longer than pages by their headers, here by as much as the page itself."""
+    tier, chain = rig.open(queue_bytes=256 << 10), rig.source.chain("a", 64 * 16)
+    size = tier.plan.slot_bytes["full"]
+    with rig.files.inject(FileFault({"write"}, effect="hang", match=".slab", from_offset=DATA)) as fault:
+        assert tier.save([rig.source.pages(chain, 0, range(10))], rig.source.ended()) == 10
+        fault.wait_for_calls()
+        rest = range(10, 10 + tier.room_bytes() // size)
+        assert tier.save([rig.source.pages(chain, 0, rest)], rig.source.ended()) == len(rest) > 0
+        assert tier.room_bytes() == 0
+        assert tier.stats().groups[0].dropped == {}
 
 
 def test_slots_that_are_being_read_are_not_written_to(rig: Rig) -> None:
