@@ -167,3 +167,21 @@ def test_pages_of_an_adapter_stay_off_the_disk_unless_wanted(tmp_path: Path, dis
         written = sum(group.pages for group in tier.stats().groups) - before
         assert (written, quilt.side.below.not_durable) == ((saved, 0) if disk_lora else (0, saved))
         quilt.check_end()
+
+
+def test_rows_that_groups_share_are_given_up_by_the_prefix_for_its_windows(tmp_path: Path) -> None:
+    """Twelve rows would hold a prefix of 384 tokens, but then nothing of its window."""
+    disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": DISK_BYTES}
+    options = {**disk, "group_partition": "shared_rows"}
+    with Quilt(GROUPS, **options) as quilt:
+        quilt.start()
+        quilt.serve(BASES[0][:400])
+        quilt.check_end()
+    with Quilt(GROUPS, ram_bytes="48KiB", **options) as quilt:
+        quilt.start()
+        quilt.check_disk()
+        rows = quilt.store.arenas[0].num_slots
+        assert rows == 384 // 32
+        assert quilt.serve(BASES[0][:400]).external_hit == (rows - 64 // 16) * 32
+        assert quilt.connector.lookups(1)[0].why.startswith("host memory had no room")
+        quilt.check_end()

@@ -36,8 +36,8 @@ class Promotion:
 
     until: when its time is over. skip: asks that are answered without another look. room: the longest
     boundary that host RAM was found to have room for. tickets: reserved slots that are being filled.
-    leases: what was there already. pinned_bytes: of both. short: it had to be cut since host RAM has
-    no room.
+    awaits: other promotions' tickets that bring what it needs. leases: what was there already.
+    pinned_bytes: of tickets and leases. short: it had to be cut since host RAM has no room.
     """
 
     until: float
@@ -45,10 +45,20 @@ class Promotion:
     room: int | None = None
     tries: int = 0
     tickets: set[int] = field(default_factory=set)
+    awaits: set[int] = field(default_factory=set)
     leases: list[int] = field(default_factory=list)
     pinned_bytes: int = 0
     short: bool = False
     over: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Coming:
+    """A load that has not ended. firsts: group and key of the first block of each group."""
+
+    promotion: Promotion
+    num_bytes: int
+    firsts: frozenset[tuple[int, bytes]]
 
 
 class Promoter:
@@ -79,6 +89,7 @@ class Promoter:
         self._clock = clock
         self._owner = "promotion"
         self._promotions: dict[str, Promotion] = {}
+        self._coming: dict[int, _Coming] = {}  # by ticket; the tier's threads take out what has ended
         self._ended = threading.Event()
         self._most_pinned = sum(arena.num_slots * arena.slot_stride for arena in store.arenas) // 2
         self.counts = {"started": 0, "no_room": 0, "timed_out": 0}
@@ -96,7 +107,11 @@ class Promoter:
     def waiting(self, request_id: str) -> bool:
         """Are pages on their way that this request waits for? Cheap: the engine asks all the time."""
         promotion = self._promotions.get(request_id)
-        if promotion is None or promotion.over or not (promotion.tickets or promotion.skip):
+        if promotion is None or promotion.over:
+            return False
+        if promotion.awaits and not any(ticket in self._coming for ticket in promotion.awaits):
+            promotion.awaits, promotion.skip = set(), 0
+        if not (promotion.tickets or promotion.skip):
             return False
         if self._clock() < promotion.until:
             promotion.skip = max(0, promotion.skip - 1)
@@ -133,7 +148,7 @@ class Promoter:
                 break
             if self._start(promotion, chain, hit.tokens, local_tokens, ignore):
                 promotion.skip = 0 if promotion.tickets else _SKIPPED_ASKS
-                return True
+                return not promotion.over
             if not promotion.short:
                 break
             promotion.tries += 1
@@ -168,7 +183,7 @@ class Promoter:
         optional: Collection[str],
         more_than: int = 0,
     ) -> tuple[Hit, Collection[str]]:
-        presence = self._presence(chain, num_tokens, local_tokens, more_than)
+        presence = self._presence(chain, num_tokens, local_tokens, optional, more_than)
         if presence is None:
             return Hit(0, None), ()
         best = longest_hit(self._layout, presence, num_tokens, local_tokens=local_tokens)
@@ -181,10 +196,10 @@ class Promoter:
         return best, ()
 
     def _presence(
-        self, chain: Chain, num_tokens: int, local_tokens: int, more_than: int
+        self, chain: Chain, num_tokens: int, local_tokens: int, optional: Collection[str], more_than: int
     ) -> dict[str, BoolArray] | None:
-        """Blocks of each group that are in RAM, in the tier, or being written; None if a dense group shows
-        that no boundary beyond `more_than` can be had."""
+        """Blocks of each group that are in RAM, in the tier, or being written; None if a dense group that is
+        not optional shows that no boundary beyond `more_than` can be had."""
         longest = self._layout.max_boundary(num_tokens)
         presence = {}
         order = sorted(range(len(self._layout.groups)), key=lambda i: not self._layout.groups[i].dense)
@@ -199,7 +214,7 @@ class Promoter:
             there[first:] = ~self._store.missing(chain, index, blocks)
             there[first:] |= self._tier.present(chain, index, first, last)
             presence[group.name] = there
-            if group.dense and not group.draft:
+            if group.dense and not group.draft and group.name not in optional:
                 holes = np.flatnonzero(~there)
                 reach = (int(holes[0]) if holes.size else last) * group.tokens_per_block
                 if reach <= more_than:
@@ -215,9 +230,14 @@ class Promoter:
         if gathered.lease_id is not None:
             promotion.leases.append(gathered.lease_id)
         if not gathered.missing:
+            promotion.awaits = self._awaited(chain, gathered)
+            if promotion.awaits and not self._is_coming(chain, gathered):
+                self._drop(promotion)
             return True  # it is being written, or has become visible just now
         promotion.pinned_bytes = self._needed_bytes(tokens, local_tokens, ignore)
         others = sum(p.pinned_bytes for p in self._promotions.values() if p is not promotion)
+        # What nobody waits for any more keeps its slots until it has landed.
+        others += sum(coming.num_bytes for coming in list(self._coming.values()) if coming.promotion.over)
         if others and others + promotion.pinned_bytes > self._most_pinned:
             self._release(promotion)  # its turn comes when the others have what they need
             return True
@@ -231,6 +251,19 @@ class Promoter:
             self._load(promotion, chain, ticket, gathered)
             self._room_taken()
         return True
+
+    def _awaited(self, chain: Chain, gathered: Gathered) -> set[int]:
+        """Tickets of other promotions that bring what this one needs, as far as both begin alike."""
+        firsts = {(group, chain.keys(group)[blocks[0]].tobytes()) for group, blocks in gathered.awaited}
+        return {ticket for ticket, coming in list(self._coming.items()) if coming.firsts & firsts}
+
+    def _is_coming(self, chain: Chain, gathered: Gathered) -> bool:
+        """Has the tier any of what others bring? A tier that has been switched off has nothing, and what
+        still hangs in it is not worth another request's time."""
+        return any(
+            self._tier.present(chain, group, int(blocks[0]), int(blocks[-1]) + 1).any()
+            for group, blocks in gathered.awaited
+        )
 
     def _needed_bytes(self, tokens: int, local_tokens: int, ignore: Collection[str]) -> int:
         """Bytes of the slots that a boundary needs beyond what the engine holds."""
@@ -249,15 +282,31 @@ class Promoter:
             self._store.abort(ticket.ticket_id, self._owner)
         granted = {gathered.missing[grant.want][0]: grant.blocks for grant in ticket.grants}
         room = tokens - self._layout.lattice_tokens
-        for group, blocks in gathered.missing:
-            if self._layout.groups[group].dense:
-                got = granted.get(group, blocks[:0])
-                refused = np.setdiff1d(blocks, got, assume_unique=True)
-                if refused.size:
-                    room = min(room, int(refused[0]) * self._layout.groups[group].tokens_per_block)
+        refused = {
+            group: np.setdiff1d(blocks, granted.get(group, blocks[:0]), assume_unique=True)
+            for group, blocks in gathered.missing
+        }
+        dense = [group for group in refused if self._layout.groups[group].dense and refused[group].size]
+        for group in dense:
+            room = min(room, int(refused[group][0]) * self._layout.groups[group].tokens_per_block)
+        if not dense:
+            room = min(room, tokens - self._tokens_to_give_up(refused))
         promotion.room = max(0, room)
         promotion.short = True
         self.counts["no_room"] += 1
+
+    def _tokens_to_give_up(self, refused: dict[int, IntArray]) -> int:
+        """By how many tokens the dense groups have to be shorter, so that what was refused finds room in the
+        arenas that they share."""
+        step, most = self._layout.lattice_tokens, 0
+        for arena in set(self._store.arena_of):
+            inside = [i for i, own in enumerate(self._store.arena_of) if own == arena >= 0]
+            lacking = sum(refused[i].size for i in inside if i in refused)
+            groups = [self._layout.groups[i] for i in inside]
+            freed = sum(step // group.tokens_per_block for group in groups if group.dense)
+            if freed:
+                most = max(most, -(-lacking // freed) * step)
+        return most
 
     def _load(self, promotion: Promotion, chain: Chain, ticket: Ticket, gathered: Gathered) -> None:
         ticket_id = ticket.ticket_id
@@ -268,12 +317,19 @@ class Promoter:
             self._memory.pages(chain, gathered.missing[grant.want][0], grant.blocks, grant.slots)
             for grant in ticket.grants
         ]
+        strides = [self._store.arenas[self._store.arena_of[part.group]].slot_stride for part in pages]
+        self._coming[ticket_id] = _Coming(
+            promotion,
+            sum(part.blocks.size * stride for part, stride in zip(pages, strides, strict=True)),
+            frozenset((part.group, chain.keys(part.group)[part.blocks[0]].tobytes()) for part in pages),
+        )
 
         def ended(results: Sequence[BoolArray]) -> None:
             try:
                 with contextlib.suppress(KVQuiltError):
                     self._land(ticket_id, pages, results)
             finally:
+                self._coming.pop(ticket_id, None)
                 promotion.tickets.discard(ticket_id)
                 self._ended.set()
 

@@ -221,3 +221,53 @@ def test_b68_nothing_is_visible_before_its_bytes_are_there(ladder: Make) -> None
     one.check_bytes(chain, 16)
     one.promoter.forget("a")
     assert one.store.stats().ticketed_slots == 0
+
+
+def test_a_draft_models_pages_are_done_without_where_none_is_there(ladder: Make) -> None:
+    """Its groups are dense and have no flag: they must not end the search before the others are asked."""
+    one = ladder([full(), full(name="draft model")], {"full": 20, "draft model": 20})
+    chain = one.chain(1, TOKENS)
+    one.tier.put(chain, 0, range(8))
+    assert one.ask("a", chain, TOKENS + 1, optional=["draft model"]) is None
+    one.tier.land()
+    assert one.store.visible(chain, 0, 0, 8).all()
+    assert one.hit("b", chain, TOKENS + 1) == 0  # required
+
+
+@pytest.mark.parametrize("how", ["aborted", "timed out"])
+def test_what_nobody_waits_for_any_more_counts_as_pinned_until_it_lands(ladder: Make, how: str) -> None:
+    one = ladder([full()], {"full": 32}, timeout=1.0)
+    chains = [one.chain(i, 6 * 16) for i in range(6)]
+    for i, chain in enumerate(chains):
+        one.tier.put(chain, 0, range(6))
+        one.ask(str(i), chain, 6 * 16 + 1)
+        if how == "aborted":
+            one.promoter.forget(str(i))
+        else:
+            one.now += 1.1
+            assert one.ask(str(i), chain, 6 * 16 + 1) == 0
+    assert one.store.stats().ticketed_slots == 2 * 6, "no more than half of RAM"
+    one.tier.land()
+    assert one.hit("last", chains[-1], 6 * 16 + 1) == 6 * 16
+
+
+def test_nobody_waits_for_what_hangs_in_a_tier_that_is_off(ladder: Make) -> None:
+    one = ladder([full()], {"full": 32}, timeout=5.0)
+    chain = one.chain(1, TOKENS)
+    one.tier.put(chain, 0, range(8))
+    assert one.ask("a", chain, TOKENS + 1) is None
+    assert one.ask("b", chain, TOKENS + 1) is None, "it shares the read"
+    one.tier.on = False
+    assert one.ask("c", chain, TOKENS + 1) == 0
+    assert one.ask("c", chain, TOKENS + 1) == 0
+
+
+def test_who_shares_a_read_is_served_as_soon_as_it_lands(ladder: Make) -> None:
+    one = ladder([full()], {"full": 20})
+    chain = one.chain(1, TOKENS)
+    one.tier.put(chain, 0, range(8))
+    assert one.ask("a", chain, TOKENS + 1) is None
+    assert one.ask("b", chain, TOKENS + 1) is None
+    assert one.ask("b", chain, TOKENS + 1) is None
+    one.tier.land()
+    assert one.ask("b", chain, TOKENS + 1) == TOKENS
