@@ -185,3 +185,19 @@ def test_rows_that_groups_share_are_given_up_by_the_prefix_for_its_windows(tmp_p
         assert quilt.serve(BASES[0][:400]).external_hit == (rows - 64 // 16) * 32
         assert quilt.connector.lookups(1)[0].why.startswith("host memory had no room")
         quilt.check_end()
+
+
+def test_a_look_below_that_fails_leaves_nothing_leased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Quilt(GROUPS, disk_path=str(tmp_path / "disk"), disk_bytes=DISK_BYTES) as quilt:
+        quilt.start()
+        quilt.serve(BASES[0][:200])
+        quilt.forget()
+
+        def fail(*_: object, **__: object) -> bool:
+            raise RuntimeError("a fault of the tier's")
+
+        monkeypatch.setattr(quilt.side.below.promoter, "ask", fail)
+        assert quilt.serve(BASES[0][:400]).finish_reason == "length"
+        quilt.check_end(hook_errors=None)

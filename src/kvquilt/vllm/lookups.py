@@ -100,7 +100,12 @@ class Finder:
         self._release_found(state)
         state.sync_hashes()
         found, without = self._look(state, local_tokens)
-        if self._is_promoted(state, found, local_tokens):
+        try:
+            more = self._is_promoted(state, found, local_tokens)
+        except BaseException:
+            self.release(found)
+            raise
+        if more:
             self.release(found)
             return None
         state.found, state.found_local, state.found_without = found, local_tokens, without
