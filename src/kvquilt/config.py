@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -106,6 +106,7 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
     try:
         options = msgspec.convert(dict(raw), Options)
     except msgspec.ValidationError as error:
+        _check_choices(raw)
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
     if options.budget_bytes < 1:
         raise ConfigError(f"ram_bytes={options.ram_bytes!r}: must be at least 1 byte")
@@ -118,13 +119,20 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
     return options
 
 
+def _check_choices(raw: Mapping[str, Any]) -> None:
+    for key, kind in get_type_hints(Options).items():
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if choices and key in raw and raw[key] not in choices:
+            raise ConfigError(f"{key}={raw[key]!r}: must be one of {', '.join(map(repr, choices))}")
+
+
 def _check_disk(options: Options, raw: Mapping[str, Any]) -> None:
     if options.disk_path is None:
         stray = sorted(key for key in raw if key.startswith("disk_") and raw[key] is not None)
         if stray:
             raise ConfigError(f"{stray[0]} is given, but disk_path is not: there is no disk tier")
         return
-    if not options.disk_path.startswith("/"):
+    if not options.disk_path.startswith("/") or "\0" in options.disk_path:
         raise ConfigError(f"disk_path={options.disk_path!r}: must be an absolute path")
     if options.disk_write != "never" and options.disk_budget_bytes < 1:
         raise ConfigError(

@@ -26,7 +26,14 @@ class LayoutError(KVQuiltError, ValueError):
 
 
 class SizingError(KVQuiltError, ValueError):
-    """A byte budget that cannot hold one boundary, or that the machine cannot hold."""
+    """A byte budget that cannot hold one boundary, or that the machine cannot hold.
+
+    least_bytes: the least budget that works, where that is what is wrong.
+    """
+
+    def __init__(self, text: str, *, least_bytes: int | None = None) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
 
 
 class LeaseError(KVQuiltError, RuntimeError):

@@ -162,7 +162,8 @@ def _check_least(demands: list[_Demand], budget_bytes: int) -> None:
     raise SizingError(
         f"a budget of {format_bytes(budget_bytes)} cannot hold one boundary: cache group "
         f"{worst.group.name!r} alone needs {worst.least} slots of {worst.slot_bytes} bytes; "
-        f"the least budget that works is {least} bytes ({format_bytes(least)})"
+        f"the least budget that works is {least} bytes ({format_bytes(least)})",
+        least_bytes=least,
     )
 
 

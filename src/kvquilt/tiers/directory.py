@@ -453,6 +453,7 @@ def _make_room(root: Path, own: Path, own_bytes: int, needed: int, disk_bytes: i
             f"disk_bytes={disk_bytes}: this namespace needs {format_bytes(needed)}, other files under {root} "
             f"take {format_bytes(others)}, of which {format_bytes(freeable)} are namespaces that nobody uses"
             + (' (disk_reclaim is "refuse")' if reclaim == "refuse" else "")
+            + ": raise disk_bytes, or give this engine a disk_path of its own"
         )
     for one in free:
         if others + needed <= disk_bytes:

@@ -167,8 +167,10 @@ class Opener:
                 slot_overhead_bytes=overhead,
             )
         except SizingError as error:
+            least = (error.least_bytes or 0) + fixed
             raise ConfigError(
-                f"disk_bytes={self._options.num_bytes} ({share} for this rank): {error}"
+                f"disk_bytes={self._options.num_bytes} ({share} for this rank): too few for one boundary and "
+                f"the files around it; the least disk_bytes that works is {least * self._options.dp_size}"
             ) from error
 
     def _facts(self, index: int, name: str, num_slots: int, payload_bytes: int) -> SlabFacts:

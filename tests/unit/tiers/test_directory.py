@@ -123,8 +123,14 @@ def test_a_file_and_a_relative_path_are_refused(tier: Open, root: Path) -> None:
 
 
 def test_too_few_bytes_are_refused_with_the_least_that_works(tier: Open) -> None:
-    with pytest.raises(ConfigError, match=r"disk_bytes=1000 .*least budget that works"):
+    with pytest.raises(
+        ConfigError, match=r"disk_bytes=1000 .*the least disk_bytes that works is \d+$"
+    ) as error:
         tier(num_bytes=1000)
+    least = int(str(error.value).split()[-1])
+    with pytest.raises(ConfigError, match=f"works is {least}$"):
+        tier(num_bytes=least - 1)
+    assert tier(num_bytes=least).state == "on"
 
 
 def test_its_bytes_are_the_bound_at_full_length(tier: Open, root: Path) -> None:
