@@ -95,13 +95,15 @@ class NVMeTier:
         self._health = Health("the disk tier", clock)
         self._lock = threading.RLock()  # guards _opened, _must_forget and the change of state
         # Slots are taken from the index together with the generation that they are used under; never
-        # held while the medium works.
+        # held while the medium works, as _lock is.
         self._turn = threading.Lock()
         self._opened: Opened | None = None
         self._must_forget = False
         self._takes_over = True  # until a reader is reset, which can't record it
         self._closed = False
         self._closing = threading.Lock()  # guards the change of _closed; never held while the medium works
+        self._one_reset = threading.Lock()  # guards _resetting
+        self._resetting: threading.Thread | None = None
         self._stamps_saved_at = clock()
         self._bad_told, self._bad_told_at = 0, -math.inf
         self._stop = threading.Event()
@@ -312,13 +314,43 @@ class NVMeTier:
         return 0
 
     def reset(self) -> bool:
+        if self.options.write == "never":
+            with self._lock:
+                self._takes_over = False
+                if self._opened is not None:
+                    self._opened.index.reset()
+            return False
+        opened = self._opened
+        if opened is not None:
+            with contextlib.suppress(KVQuiltError):
+                opened.index.reset()
+        recorded = self._reset_in_time()
+        if recorded is None:
+            why = f"no answer for {self._stall_seconds:.0f} s"
+            self._health.switch_off(f"a reset could not be recorded: {why}")
+        return bool(recorded)
+
+    def _reset_in_time(self) -> bool | None:
+        """Record a reset in a thread of its own, since a medium that does not answer must not hold up who
+        asks; None if there is no answer yet."""
+        if not self._one_reset.acquire(timeout=self._stall_seconds):
+            return None
+        try:
+            answers: list[bool] = []
+            if _ended(self._resetting, self._stall_seconds):
+                self._resetting = threading.Thread(
+                    target=lambda: answers.append(self._reset()), name="kvquilt-disk-reset", daemon=True
+                )
+                self._resetting.start()
+                if _ended(self._resetting, self._stall_seconds):
+                    return answers == [True]
+            return None
+        finally:
+            self._one_reset.release()
+
+    def _reset(self) -> bool:
         with self._lock:
             opened = self._opened
-            if self.options.write == "never":
-                self._takes_over = False
-                if opened is not None:
-                    opened.index.reset()
-                return False
             self._must_forget = True
             if opened is None or opened.claim is None:
                 return False
@@ -392,8 +424,8 @@ class NVMeTier:
         if self._health.on:
             self._workers.wait_idle(_DRAIN_SECONDS)
         ended = self._workers.close(_DRAIN_SECONDS)
-        self._upkeep.join(_DRAIN_SECONDS)  # it may wait for the medium, too
-        ended = ended and not self._upkeep.is_alive()
+        for thread in (self._upkeep, self._resetting):  # they may wait for the medium, too
+            ended &= _ended(thread, _DRAIN_SECONDS)
         if ended and (self._opened is None or self._opened.index.stop_memory(_DRAIN_SECONDS)):
             self._record_reset()
             self._save_stamps()
@@ -513,3 +545,11 @@ class NVMeTier:
             opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
+
+
+def _ended(thread: threading.Thread | None, timeout_seconds: float) -> bool:
+    """Wait until a thread has ended, if there is one; False if that took too long."""
+    if thread is None:
+        return True
+    thread.join(timeout_seconds)
+    return not thread.is_alive()

@@ -54,7 +54,7 @@ class Rig:
         self.clock = clock
         self._tiers: list[NVMeTier] = []
 
-    def open(self, num_bytes: int = 2 << 20, **more: int) -> NVMeTier:
+    def open(self, num_bytes: int = 2 << 20, **more: float) -> NVMeTier:
         tier = disk(self.path, self.source, num_bytes, files=self.files, clock=self.clock, **more)
         self._tiers.append(tier)
         return tier
@@ -550,6 +550,34 @@ def test_a_reset_that_could_not_be_recorded_is_recorded_at_the_end(rig: Rig) -> 
         assert tier.reset() is False
     tier.close()
     assert rig.present(rig.open(), chain) == 0
+
+
+def test_a_reset_without_an_answer_holds_nobody_up(rig: Rig) -> None:
+    tier, chain = rig.open(stall_seconds=0.02), rig.source.chain("a", 160)
+    rig.source.save(tier, chain)
+    with rig.files.inject(FileFault({"replace"}, effect="hang")) as fault:
+        assert tier.reset() is False
+        assert tier.reset() is False
+        assert fault.num_calls == 1
+        assert tier.state == "off"
+        assert "no answer" in tier.stats().why
+        assert rig.present(tier, chain) == 0
+    rig.comes_back(tier)
+    assert rig.present(tier, chain) == 0
+    rig.works(tier)
+    tier.close()
+    again = rig.open()
+    assert rig.present(again, chain) == 0
+    assert rig.present(again, rig.source.chain("works", 128)) == 8
+
+
+def test_close_does_not_wait_for_a_reset_for_ever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme, "_DRAIN_SECONDS", 0.01)
+    tier = rig.open(stall_seconds=0.02)
+    with rig.files.inject(FileFault({"replace"}, effect="hang")):
+        assert tier.reset() is False
+        tier.close()
+        assert tier.reset() is False
 
 
 def test_a_reset_while_the_directory_is_away_holds(rig: Rig) -> None:
