@@ -36,8 +36,8 @@ class Promotion:
 
     until: when its time is over. skip: asks that are answered without another look. room: the longest
     boundary that host RAM was found to have room for. tickets: reserved slots that are being filled.
-    awaits: other promotions' tickets that bring what it needs. leases: what was there already.
-    pinned_bytes: of tickets and leases. short: it had to be cut since host RAM has no room.
+    awaits: other promotions' tickets that bring what it needs. optional: as of `ask`. leases: what was
+    there already. pinned_bytes: of tickets and leases. short: it had to be cut since host RAM has no room.
     """
 
     until: float
@@ -46,6 +46,7 @@ class Promotion:
     tries: int = 0
     tickets: set[int] = field(default_factory=set)
     awaits: set[int] = field(default_factory=set)
+    optional: Collection[str] = ()
     leases: list[int] = field(default_factory=list)
     pinned_bytes: int = 0
     short: bool = False
@@ -134,6 +135,7 @@ class Promoter:
         optional: groups that the hit may do without.
         """
         promotion = self._promotions.setdefault(request_id, Promotion(self._clock() + self._timeout))
+        promotion.optional = optional
         if promotion.over:
             return False
         if promotion.tickets:
@@ -327,7 +329,7 @@ class Promoter:
         def ended(results: Sequence[BoolArray]) -> None:
             try:
                 with contextlib.suppress(KVQuiltError):
-                    self._land(ticket_id, pages, results)
+                    self._land(ticket_id, pages, results, promotion.optional)
             finally:
                 self._coming.pop(ticket_id, None)
                 promotion.tickets.discard(ticket_id)
@@ -335,14 +337,24 @@ class Promoter:
 
         self._tier.load(pages, ended)
 
-    def _land(self, ticket_id: int, pages: Sequence[Pages], results: Sequence[BoolArray]) -> None:
+    def _land(
+        self,
+        ticket_id: int,
+        pages: Sequence[Pages],
+        results: Sequence[BoolArray],
+        optional: Collection[str],
+    ) -> None:
         """Make what has arrived visible; what has not must never be.
 
-        If the dense prefix has a hole now, windows and states beyond it are dropped too: the tier has dropped
-        its own, and would not get them again as long as host RAM has them.
+        If the dense prefix, as far as a hit needs it, has a hole now, windows and states beyond it are
+        dropped too: the tier has dropped its own, and would not get them again as long as host RAM has them.
         """
-        dense = [self._layout.groups[part.group].dense for part in pages]
-        hole = any(is_dense and not good.all() for is_dense, good in zip(dense, results, strict=True))
+        groups = [self._layout.groups[part.group] for part in pages]
+        dense = [group.dense for group in groups]
+        hole = any(
+            group.dense and group.name not in optional and not good.all()
+            for group, good in zip(groups, results, strict=True)
+        )
         usable = [good & (is_dense or not hole) for is_dense, good in zip(dense, results, strict=True)]
         bad = [
             (part.group, part.blocks[~good])

@@ -271,3 +271,18 @@ def test_who_shares_a_read_is_served_as_soon_as_it_lands(ladder: Make) -> None:
     assert one.ask("b", chain, TOKENS + 1) is None
     one.tier.land()
     assert one.ask("b", chain, TOKENS + 1) == TOKENS
+
+
+def test_a_drafters_bad_page_costs_no_second_read_of_windows(ladder: Make) -> None:
+    one = ladder([full(), sliding(window=33), full(name="draft")], {"full": 20, "win": 20, "draft": 20})
+    chain = one.chain(1, TOKENS)
+    for group in range(3):
+        one.tier.put(chain, group, range(8))
+    one.tier.lost = {(2, 3)}
+    assert one.ask("a", chain, TOKENS + 1, optional=["draft"]) is None
+    one.tier.land()
+    assert one.store.visible(chain, 1, 6, 8).all()
+    found = one.store.lookup("x", chain, TOKENS + 1, ignore=["draft"])
+    assert found.tokens == TOKENS
+    assert found.lease_id is not None
+    one.store.release(found.lease_id, "x")
