@@ -242,6 +242,7 @@ def claim_namespace(
             for name, length in lengths.items():
                 _cut(path / name, length)
             _explain_others(root, path, manifest)
+            _warn_of_little_space(root, wanted.planned_bytes - tree_bytes(path))
         except BaseException:
             unlock(lock_fd)
             raise
@@ -467,6 +468,20 @@ def _make_room(root: Path, own: Path, own_bytes: int, needed: int, disk_bytes: i
         )
         shutil.rmtree(one.path)
         others -= one.num_bytes
+
+
+def _warn_of_little_space(root: Path, more: int) -> None:
+    """Slabs are preallocated: what the file system has is taken to the last byte."""
+    system = os.statvfs(root)
+    free = system.f_bavail * system.f_frsize
+    if more > free:
+        logger.warning(
+            "kvquilt: disk: %s is to grow by %s, but its file system has %s free: it will be full, for "
+            "everybody else, too: lower disk_bytes",
+            root,
+            format_bytes(more),
+            format_bytes(free),
+        )
 
 
 def _cut(path: Path, length: int) -> None:

@@ -410,3 +410,21 @@ def test_leftovers_of_dead_owners_go_and_a_live_owners_stay(tier: Open, root: Pa
     assert draft.exists()
     assert not dead.exists()
     assert not own_draft.exists()
+
+
+def test_more_bytes_than_the_file_system_has_are_told_of(
+    tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.statvfs
+    space = real("/")
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        given = list(real(path))
+        given[4] = left // space.f_frsize  # f_bavail
+        return os.statvfs_result(given)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    for left, told in ((16 * MIB, False), (2 * MIB, True)):
+        caplog.clear()
+        tier(factors(salt=str(left))).close()
+        assert ("lower disk_bytes" in caplog.text) is told
