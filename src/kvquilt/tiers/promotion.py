@@ -38,6 +38,7 @@ class Promotion:
     boundary that host RAM was found to have room for. tickets: reserved slots that are being filled.
     awaits: other promotions' tickets that bring what it needs. optional: as of `ask`. leases: what was
     there already. pinned_bytes: of tickets and leases. short: it had to be cut since host RAM has no room.
+    in_line: others pin so much that it has to wait for its turn.
     """
 
     until: float
@@ -50,6 +51,7 @@ class Promotion:
     leases: list[int] = field(default_factory=list)
     pinned_bytes: int = 0
     short: bool = False
+    in_line: bool = False
     over: bool = False
 
 
@@ -228,6 +230,7 @@ class Promoter:
     ) -> bool:
         """Reserve slots for what lacks, and load it; False if there is no room for all of it."""
         self._release(promotion)
+        promotion.in_line = False
         gathered = self._store.gather(self._owner, chain, tokens, local_tokens=local_tokens, ignore=ignore)
         if gathered.lease_id is not None:
             promotion.leases.append(gathered.lease_id)
@@ -240,7 +243,9 @@ class Promoter:
         others = sum(p.pinned_bytes for p in self._promotions.values() if p is not promotion)
         # What nobody waits for any more keeps its slots until it has landed.
         others += sum(coming.num_bytes for coming in list(self._coming.values()) if coming.promotion.over)
-        if others and others + promotion.pinned_bytes > self._most_pinned:
+        too_many = others + promotion.pinned_bytes > self._most_pinned or self._is_overtaking(promotion)
+        promotion.in_line = bool(others) and too_many
+        if promotion.in_line:
             self._release(promotion)  # its turn comes when the others have what they need
             return True
         ticket = self._store.reserve(
@@ -253,6 +258,16 @@ class Promoter:
             self._load(promotion, chain, ticket, gathered)
             self._room_taken()
         return True
+
+    def _is_overtaking(self, promotion: Promotion) -> bool:
+        """Has one that asked earlier not had its turn? A large one would never have it among small ones."""
+        now = self._clock()
+        for other in self._promotions.values():
+            if other is promotion:
+                break
+            if other.in_line and not other.over and now < other.until:
+                return True
+        return False
 
     def _awaited(self, chain: Chain, gathered: Gathered) -> set[int]:
         """Tickets of other promotions that bring what this one needs, as far as both begin alike."""

@@ -286,3 +286,32 @@ def test_a_drafters_bad_page_costs_no_second_read_of_windows(ladder: Make) -> No
     assert found.tokens == TOKENS
     assert found.lease_id is not None
     one.store.release(found.lease_id, "x")
+
+
+def test_a_large_one_has_its_turn_among_small_ones(ladder: Make) -> None:
+    """It needs more than half of RAM, so it can begin only when no other is under way."""
+    one = ladder([full()], {"full": 32})
+    large, small = one.chain(0, 20 * 16), [one.chain(i, 6 * 16) for i in range(1, 20)]
+    one.tier.put(large, 0, range(20))
+    for chain in small:
+        one.tier.put(chain, 0, range(6))
+    running = ["small 0"]
+    assert one.ask("small 0", small[0], 6 * 16 + 1) is None
+    assert one.ask("large", large, 20 * 16 + 1) is None
+    answer = None
+    for i, chain in enumerate(small[1:], 1):
+        running.append(f"small {i}")
+        assert one.ask(f"small {i}", chain, 6 * 16 + 1) is None
+        later, one.tier.waiting = one.tier.waiting[1:], one.tier.waiting[:1]
+        one.tier.land()
+        one.tier.waiting = later
+        for name in list(running):
+            if one.ask(name, small[int(name.split()[1])], 6 * 16 + 1) is not None:
+                one.promoter.forget(name)
+                running.remove(name)
+        answer = one.ask("large", large, 20 * 16 + 1)
+        if answer is not None:
+            break
+    assert answer == 20 * 16
+    one.promoter.forget("large")
+    assert one.hit("small 1", small[1], 6 * 16 + 1) == 6 * 16
