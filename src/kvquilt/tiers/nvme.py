@@ -93,9 +93,9 @@ class NVMeTier:
         self._steps = span_steps(layout)
         self._counts = Counts(layout, num_ranks)
         self._health = Health("the disk tier", clock)
-        self._lock = threading.RLock()  # guards _opened, _must_forget and the change of state
-        # Slots are taken from the index together with the generation that they are used under; never
-        # held while the medium works, as _lock is.
+        # Guards _opened, _must_forget and the change of state; the medium may work meanwhile. It never does
+        # under _turn: slots are taken from the index together with the generation that they are used under.
+        self._lock = threading.RLock()
         self._turn = threading.Lock()
         self._opened: Opened | None = None
         self._must_forget = False
