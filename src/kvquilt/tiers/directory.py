@@ -242,7 +242,6 @@ def claim_namespace(
             for name, length in lengths.items():
                 _cut(path / name, length)
             _explain_others(root, path, manifest)
-            _warn_of_little_space(root, wanted.planned_bytes - tree_bytes(path))
         except BaseException:
             unlock(lock_fd)
             raise
@@ -446,19 +445,22 @@ def _make_room(root: Path, own: Path, own_bytes: int, needed: int, disk_bytes: i
     for one in found:
         if one not in free and one.manifest is not None:  # it may still be growing
             others += max(0, one.manifest.planned_bytes - one.num_bytes)
-    if others + needed <= disk_bytes:
-        return
     freeable = sum(one.num_bytes for one in free)
-    if reclaim == "refuse" or others - freeable + needed > disk_bytes:
+    least = others if reclaim == "refuse" else others - freeable
+    if least + needed > disk_bytes:
         raise ConfigError(
             f"disk_bytes={disk_bytes}: this namespace needs {format_bytes(needed)}, other files under {root} "
             f"take {format_bytes(others)}, of which {format_bytes(freeable)} are namespaces that nobody uses"
             + (' (disk_reclaim is "refuse")' if reclaim == "refuse" else "")
             + ": raise disk_bytes, or give this engine a disk_path of its own"
         )
+    going = []
     for one in free:
-        if others + needed <= disk_bytes:
-            break
+        if others + needed > disk_bytes:
+            going.append(one)
+            others -= one.num_bytes
+    _check_space(root, others + needed - tree_bytes(root), disk_bytes, is_new=not (own / MANIFEST).exists())
+    for one in going:
         name = one.manifest.namespace.model if one.manifest is not None else "an unknown model"
         logger.warning(
             "kvquilt: disk: removing namespace %s (%s, %s) to make room",
@@ -467,21 +469,25 @@ def _make_room(root: Path, own: Path, own_bytes: int, needed: int, disk_bytes: i
             format_bytes(one.num_bytes),
         )
         shutil.rmtree(one.path)
-        others -= one.num_bytes
 
 
-def _warn_of_little_space(root: Path, more: int) -> None:
-    """Slabs are preallocated: what the file system has is taken to the last byte."""
+_LITTLE_BYTES = 1 << 20  # more than what is planned for manifests and their drafts
+
+
+def _check_space(root: Path, more: int, disk_bytes: int, *, is_new: bool) -> None:
+    """Slabs are preallocated, so what the file system has would be taken to the last byte. Pages that are
+    there already are worth a start with fewer slots."""
     system = os.statvfs(root)
     free = system.f_bavail * system.f_frsize
-    if more > free:
-        logger.warning(
-            "kvquilt: disk: %s is to grow by %s, but its file system has %s free: it will be full, for "
-            "everybody else, too: lower disk_bytes",
-            root,
-            format_bytes(more),
-            format_bytes(free),
-        )
+    if more <= max(free, _LITTLE_BYTES):
+        return
+    text = (
+        f"disk_bytes={disk_bytes}: files under {root} are to grow by {format_bytes(more)}, but the file "
+        f"system has {format_bytes(free)} free: lower disk_bytes, or make room"
+    )
+    if is_new:
+        raise ConfigError(text)
+    logger.warning("kvquilt: disk: %s; until then it will be full, for everybody else, too", text)
 
 
 def _cut(path: Path, length: int) -> None:

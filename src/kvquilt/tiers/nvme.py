@@ -26,7 +26,7 @@ from kvquilt.tiers.directory import Claim
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.health import Health
 from kvquilt.tiers.opening import OWNER, DiskOptions, Opened, Opener
-from kvquilt.tiers.slot_pages import SlotPages
+from kvquilt.tiers.slot_pages import SlotPages, warm_up
 from kvquilt.tiers.workers import Batch, Workers
 
 __all__ = ["DiskOptions", "NVMeTier"]
@@ -107,6 +107,7 @@ class NVMeTier:
         self._stamps_saved_at = clock()
         self._bad_told, self._bad_told_at = 0, -math.inf
         self._stop = threading.Event()
+        warm_up()
         self._try_open()
         self._workers = Workers("kvquilt-disk", options.threads, clock)
         try:
@@ -488,7 +489,7 @@ class NVMeTier:
             if stalled:
                 self._health.switch_off(f"no answer for {self._stall_seconds:.0f} s")
             elif opened is not None and not opened.still_there():
-                self._health.switch_off(f"{self.options.path} has been removed or replaced")
+                self._health.switch_off(f"{self.options.path} has been removed, replaced or reset")
             elif self._clock() - self._stamps_saved_at > _STAMP_SECONDS:
                 self._stamps_saved_at = self._clock()
                 # By a worker: if the medium hangs there, this thread must be left to see it.

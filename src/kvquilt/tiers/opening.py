@@ -67,10 +67,11 @@ class DiskOptions:
 class Opened:
     """What is there while the directory is: the index's slots are the slabs'.
 
-    arena_of: group index -> slab. recovered: what an earlier run left has been taken over.
-    generation: of what is written now; guarded by the tier's turn.
+    path: the namespace's directory. arena_of: group index -> slab. recovered: what an earlier run left has
+    been taken over. generation: of what is written now; guarded by the tier's turn.
     """
 
+    path: Path
     index: Store
     slabs: tuple[Slab, ...]
     claim: Claim | None
@@ -83,8 +84,12 @@ class Opened:
         return self.slabs[self.arena_of[group]]
 
     def still_there(self) -> bool:
-        """Is the directory still the one that was opened?"""
-        return self.claim is None or self.claim.still_there()
+        """Is the directory still the one that was opened? To who only reads also not, once its writer has
+        been reset."""
+        if self.claim is not None:
+            return self.claim.still_there()
+        manifest = Manifest.read(self.path)
+        return manifest is not None and manifest.generation == self.generation
 
     def forget(self, group: int, slots: IntArray) -> None:
         """Let no later start find these slots' pages. Raises OSError."""
@@ -247,7 +252,7 @@ class Opener:
             if claim is not None:
                 claim.close()
             raise
-        return Opened(index, tuple(slabs), claim, manifest.generation, self.arena_of)
+        return Opened(path, index, tuple(slabs), claim, manifest.generation, self.arena_of)
 
     def _plan_of(self, manifest: Manifest) -> SlotPlan:
         """The slots that a writer has made; of a row that groups share, all but one each go to the first."""
@@ -276,16 +281,22 @@ class Opener:
         def populate(fd: int, offset: int, length: int) -> None:
             next(slab for slab in slabs if slab.fd == fd).allocate(fd, offset, length)
 
-        return Store(
-            self._layout,
-            self.plan,
-            num_ranks=self._num_ranks,
-            clock=self._clock,
-            prefault="later",
-            populate=populate,
-            make_arena=make,
-            optional=self._optional,
-        )
+        try:
+            return Store(
+                self._layout,
+                self.plan,
+                num_ranks=self._num_ranks,
+                clock=self._clock,
+                prefault="later",
+                populate=populate,
+                make_arena=make,
+                optional=self._optional,
+            )
+        except MemoryError:
+            slots = sum(self.plan.slots.values())
+            raise ConfigError(
+                f"disk_bytes={self._options.num_bytes}: there is no memory for an index of {slots} slots"
+            ) from None
 
     def recover(
         self,

@@ -38,7 +38,7 @@ class Promotion:
     boundary that host RAM was found to have room for. tickets: reserved slots that are being filled.
     awaits: other promotions' tickets that bring what it needs. optional: as of `ask`. leases: what was
     there already. pinned_bytes: of tickets and leases. short: it had to be cut since host RAM has no room.
-    in_line: others pin so much that it has to wait for its turn.
+    waited: for room, once. in_line: others pin so much that it has to wait for its turn.
     """
 
     until: float
@@ -51,6 +51,7 @@ class Promotion:
     leases: list[int] = field(default_factory=list)
     pinned_bytes: int = 0
     short: bool = False
+    waited: bool = False
     in_line: bool = False
     over: bool = False
 
@@ -70,6 +71,7 @@ class Promoter:
     timeout_seconds: after it a request takes what host RAM has. Together promotions pin at most half of
     host RAM, or one of them whatever it needs; others wait for their turn. room_taken: called when
     slots of host RAM have been reserved, on the same thread: others will have to make room next.
+    room_soon: is something about to give slots of host RAM back? Then who finds no room waits once.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class Promoter:
         timeout_seconds: float,
         clock: Callable[[], float],
         room_taken: Callable[[], None] = lambda: None,
+        room_soon: Callable[[], bool] = lambda: False,
     ) -> None:
         self._room_taken = room_taken
+        self._room_soon = room_soon
         self._store = store
         self._tier = tier
         self._layout = layout
@@ -252,6 +256,12 @@ class Promoter:
             self._owner, [Want(chain, group, blocks) for group, blocks in gathered.missing]
         )
         if ticket.skipped_full:
+            if ticket.ticket_id is not None:
+                self._store.abort(ticket.ticket_id, self._owner)
+            if not promotion.waited and self._room_soon():
+                promotion.waited = True
+                self._release(promotion)
+                return True
             self._make_do(promotion, ticket, gathered, tokens)
             return False
         if ticket.ticket_id is not None:
@@ -294,9 +304,7 @@ class Promoter:
         return total
 
     def _make_do(self, promotion: Promotion, ticket: Ticket, gathered: Gathered, tokens: int) -> None:
-        """RAM had no room for all: give the slots back and aim at a shorter boundary."""
-        if ticket.ticket_id is not None:
-            self._store.abort(ticket.ticket_id, self._owner)
+        """RAM had no room for all: aim at a shorter boundary."""
         granted = {gathered.missing[grant.want][0]: grant.blocks for grant in ticket.grants}
         room = tokens - self._layout.lattice_tokens
         refused = {
@@ -309,8 +317,8 @@ class Promoter:
         if not dense:
             room = min(room, tokens - self._tokens_to_give_up(refused))
         promotion.room = max(0, room)
+        self.counts["no_room"] += not promotion.short
         promotion.short = True
-        self.counts["no_room"] += 1
 
     def _tokens_to_give_up(self, refused: dict[int, IntArray]) -> int:
         """By how many tokens the dense groups have to be shorter, so that what was refused finds room in the

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvquilt.store.kernels import njit
 
-__all__ = ["SlotPages"]
+__all__ = ["SlotPages", "warm_up"]
 
 IntArray = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -70,3 +70,14 @@ def _scatter(slots: Words, rows: IntArray, header: int, memory: Words, offsets: 
     size = slots.shape[1] - header
     for i in range(rows.shape[0]):
         memory[offsets[i] : offsets[i] + size] = slots[rows[i], header:]
+
+
+def warm_up() -> None:
+    """Compile both copies before the first pages need them."""
+    memory, slots, first = (
+        np.zeros(2, dtype=np.uint64),
+        np.zeros((1, 2), dtype=np.uint64),
+        np.zeros(1, np.int64),
+    )
+    _gather(memory, first, slots, 1)
+    _scatter(slots, first, 1, memory, first)

@@ -53,6 +53,7 @@ class WriteBack:
         # Slots whose page need not be written: it was, or may not be. New pages clear the mark.
         self._settled = [np.zeros(arena.num_slots, dtype=np.bool_) for arena in store.arenas]
         self.left_unwritten = 0
+        self._leases: set[int] = set()  # the tier's threads take out what has ended
         store.register_owner(_OWNER, live=True)
         if when == "evicted":
             store.watch_evictions(self._evicted)
@@ -89,10 +90,16 @@ class WriteBack:
     def _offer(self, chain: Chain, group: int, blocks: NDArray[np.int64]) -> None:
         lease_id, held, slots = self._store.lease_blocks(_OWNER, chain, group, blocks)
         if lease_id is not None:
+            self._leases.add(lease_id)
             pages = self._memory.pages(chain, group, held, slots)
             self._tier.save([pages], lambda: self._release(lease_id))
 
+    def holds_slots(self) -> bool:
+        """Are pages being written? Until they are, they can't make room for others."""
+        return bool(self._leases)
+
     def _release(self, lease_id: int) -> None:
+        self._leases.discard(lease_id)
         with contextlib.suppress(KVQuiltError):  # the store is closed
             self._store.release(lease_id, _OWNER)
 

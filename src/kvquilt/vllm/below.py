@@ -85,6 +85,7 @@ class Below:
             timeout_seconds=options.load_timeout_seconds,
             clock=clock,
             room_taken=self._write_back.look_ahead if self._write_back is not None else lambda: None,
+            room_soon=self._write_back.holds_slots if self._write_back is not None else lambda: False,
         )
 
     def committed(self, wants: Sequence[Want]) -> None:

@@ -157,14 +157,6 @@ class Ladder:
         self.store = Store(self.layout, plan, prefault="sync", clock=lambda: self.now)
         self.tier = SlowTier(self.layout)
         self.memory = RamMemory(self.store)
-        self.promoter = Promoter(
-            self.store,
-            self.tier,
-            self.layout,
-            self.memory,
-            timeout_seconds=timeout,
-            clock=lambda: self.now,
-        )
         self.write_back = WriteBack(
             self.store,
             self.tier,
@@ -172,6 +164,15 @@ class Ladder:
             self.memory,
             partition="solved",
             when=when,  # type: ignore[arg-type]
+        )
+        self.promoter = Promoter(
+            self.store,
+            self.tier,
+            self.layout,
+            self.memory,
+            timeout_seconds=timeout,
+            clock=lambda: self.now,
+            room_soon=self.write_back.holds_slots,
         )
 
     def chain(self, seed: int, tokens: int) -> Chain:

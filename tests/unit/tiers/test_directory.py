@@ -412,19 +412,45 @@ def test_leftovers_of_dead_owners_go_and_a_live_owners_stay(tier: Open, root: Pa
     assert not own_draft.exists()
 
 
-def test_more_bytes_than_the_file_system_has_are_told_of(
-    tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`space(bytes)`: so much is free on every file system."""
     real = os.statvfs
-    space = real("/")
 
-    def statvfs(path: Path) -> os.statvfs_result:
-        given = list(real(path))
-        given[4] = left // space.f_frsize  # f_bavail
-        return os.statvfs_result(given)
+    def leave(free: int) -> None:
+        def statvfs(path: Path) -> os.statvfs_result:
+            given = list(real(path))
+            given[4] = free // given[1]  # f_bavail, in units of f_frsize
+            return os.statvfs_result(given)
 
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    for left, told in ((16 * MIB, False), (2 * MIB, True)):
-        caplog.clear()
-        tier(factors(salt=str(left))).close()
-        assert ("lower disk_bytes" in caplog.text) is told
+        monkeypatch.setattr(os, "statvfs", statvfs)
+
+    return leave
+
+
+def test_more_bytes_than_the_file_system_has_are_refused(
+    tier: Open, root: Path, space: Callable[[int], None]
+) -> None:
+    other = tier(factors(salt="other"))
+    save(other)
+    other.close()
+    space(2 * MIB)
+    with pytest.raises(ConfigError, match=r"grow by .* MiB, but .* 2 MiB free: lower disk_bytes"):
+        tier(num_bytes=8 * MIB - 1)
+    assert tier(factors(salt="other")).stats().groups[0].pages == 10  # nobody had to go for that
+
+
+def test_pages_that_are_there_are_worth_a_start_on_a_full_disk(
+    tier: Open, root: Path, space: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = tier()
+    save(first)
+    first.close()
+    space(0)
+    again = tier()
+    assert again.stats().groups[0].pages == 10
+    assert "will be full" not in caplog.text
+    again.close()
+    assert tier(num_bytes=8 * MIB).stats().groups[0].pages == 10
+    assert "0 B free" in caplog.text
+    assert "will be full" in caplog.text

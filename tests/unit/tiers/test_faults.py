@@ -319,7 +319,7 @@ def test_a_directory_that_is_removed_is_made_again(rig: Rig, what: str) -> None:
     if what == "replaced":
         shutil.copytree(rig.path.parent / "gone", gone)
     until(lambda: tier.state == "off")
-    assert "removed or replaced" in tier.stats().why
+    assert "removed, replaced or reset" in tier.stats().why
     assert rig.source.save(tier, chain) == 0
     rig.comes_back(tier)
     assert rig.present(tier, chain) == (10 if what == "replaced" else 0)

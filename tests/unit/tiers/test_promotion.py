@@ -114,9 +114,25 @@ def test_b90_a_hit_that_ram_has_no_room_for_is_cut_and_said_to_be(ladder: Make) 
     one.tier.put(chain, 0, range(100))
     assert one.ask("a", chain, 100 * 16 + 1) is None
     assert one.promoter.cut_short("a")
-    assert one.promoter.counts["no_room"] > 0
+    assert one.promoter.counts["no_room"] == 1
     assert one.hit("a", chain, 100 * 16 + 1) == 30 * 16
     one.check_bytes(chain, 30 * 16)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_room_that_is_about_to_come_is_waited_for_once(ladder: Make, in_time: bool) -> None:
+    """All of RAM is being written just now."""
+    one = ladder([full()], {"full": 4})
+    one.save(one.chain(7, 4 * 16), (0, range(4)))
+    chain = one.chain(1, 4 * 16)
+    one.tier.put(chain, 0, range(4))
+    assert one.ask("a", chain, 4 * 16 + 1) is None
+    assert not one.promoter.cut_short("a")
+    if in_time:
+        one.written()
+    assert one.hit("a", chain, 4 * 16 + 1) == (4 * 16 if in_time else 0)
+    assert one.promoter.counts["no_room"] == (0 if in_time else 1)
+    one.written()
 
 
 def test_b53_every_prompt_is_answered_when_ram_is_far_smaller_than_the_disk(ladder: Make) -> None:

@@ -197,3 +197,23 @@ def test_a_reader_that_is_reset_takes_nothing_over_later(tmp_path: Path) -> None
     until(lambda: tier.state == "on")
     assert not tier.present(CHAIN, 0, 0, 12).any()
     tier.close()
+
+
+def test_a_reader_forgets_with_its_writer(tmp_path: Path) -> None:
+    """What the writer has saved since its reset is found as at a start."""
+    clock = Clock()
+    writer = make_tier(tmp_path, LAYOUT, BUDGET)
+    save(writer, CHAIN)
+    reader = make_tier(tmp_path, LAYOUT, BUDGET, write="never", clock=clock, tick_seconds=TICK_SECONDS)
+    assert len(load(reader, CHAIN, 0, range(12))) == 12
+    assert writer.reset() is True
+    until(lambda: reader.state == "off")
+    assert not reader.present(CHAIN, 0, 0, 12).any()
+    later = prompt(LAYOUT, 1, 12)
+    save(writer, later)
+    clock.now += 60.0
+    until(lambda: reader.state == "on")
+    assert not reader.present(CHAIN, 0, 0, 12).any()
+    assert len(load(reader, later, 0, range(12))) == 12
+    reader.close()
+    writer.close()
