@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvquilt.tiers.directory import Manifest
 from kvquilt.tiers.format import BLOCK_BYTES, header_bytes, parse_page_header
+from kvquilt.tiers.manifest import Manifest
 
 __all__ = ["KVQuilt", "NativeFiles", "StoredPage", "System", "flip"]
 

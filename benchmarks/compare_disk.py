@@ -36,7 +36,7 @@ from typing import Any, Self
 from _disk_systems import KVQuilt, NativeFiles, StoredPage, System, flip
 from _engine_process import EngineProcess
 
-from kvquilt.tiers.directory import tree_bytes
+from kvquilt.tiers.namespaces import tree_bytes
 
 OUTPUT_TOKENS = 8
 CAP = 4  # the capped run may have one part in so many of what the prompts need

@@ -13,9 +13,9 @@ from typing import Any
 from engine.processes import wait_until
 from engine.rig import RAM_BYTES, Rig, Truth
 from kvquilt.testing import Engine
-from kvquilt.tiers.directory import Manifest
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, parse_page_header
+from kvquilt.tiers.manifest import Manifest
 
 MODEL = "gemma4-mini"
 DISK_BYTES = "24MiB"

@@ -13,7 +13,8 @@ pytest.importorskip("vllm")
 
 from engine.disk import namespaces
 from engine.processes import Child, left_behind, wait_until
-from kvquilt.tiers.directory import Manifest, tree_bytes
+from kvquilt.tiers.manifest import Manifest
+from kvquilt.tiers.namespaces import tree_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -31,7 +31,7 @@ from engine.test_connector_options import write_adapter
 from kvquilt.errors import ConfigError
 from kvquilt.testing import Engine
 from kvquilt.tiers import DiskOptions, NVMeTier
-from kvquilt.tiers.directory import Manifest
+from kvquilt.tiers.manifest import Manifest
 from kvquilt.units import parse_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

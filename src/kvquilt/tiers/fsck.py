@@ -19,22 +19,11 @@ import msgspec
 import numpy as np
 
 from kvquilt.errors import ConfigError
-from kvquilt.tiers.directory import (
-    LOCK,
-    MANIFEST,
-    Manifest,
-    check_ours,
-    disk_digest,
-    hold_namespace,
-    is_locked,
-    namespace_paths,
-    no_start,
-    remove_namespace,
-    tree_bytes,
-    unlock,
-)
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import FORMAT_VERSION
+from kvquilt.tiers.locks import LOCK, hold_namespace, is_locked, no_start
+from kvquilt.tiers.manifest import MANIFEST, Manifest, disk_digest
+from kvquilt.tiers.namespaces import check_ours, namespace_paths, remove_namespace, tree_bytes
 from kvquilt.tiers.verify import CheckedSlab, check_slabs, drop_pages, layout_of, slab_facts
 
 __all__ = ["FsckReport", "GroupReport", "NamespaceReport", "Progress", "fsck"]
@@ -277,7 +266,7 @@ def _check_and_repair(root: Path, path: Path, files: Files, progress: Progress) 
         report, checked = _survey(path, files, progress, False)
         _repair(root, path, report, checked, files)
     finally:
-        unlock(held)
+        held.release()
     return report
 
 

@@ -18,18 +18,12 @@ from kvquilt.layout import CacheLayout
 from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.sizing import Partition, SlotPlan, arena_indices, plan_slots
 from kvquilt.store import Store, arena_span_keys
-from kvquilt.tiers.directory import (
-    Claim,
-    Manifest,
-    ManifestArena,
-    Reclaim,
-    claim_namespace,
-    disk_digest,
-    namespace_path,
-    open_for_reading,
-)
+from kvquilt.tiers.directory import Claim, claim_namespace, open_for_reading
 from kvquilt.tiers.files import Files, probe_direct
 from kvquilt.tiers.format import BLOCK_BYTES, FORMAT_VERSION, entry_dtype, header_bytes
+from kvquilt.tiers.manifest import Manifest, ManifestArena, disk_digest
+from kvquilt.tiers.namespaces import namespace_path
+from kvquilt.tiers.room import Reclaim
 from kvquilt.tiers.slab import Slab, SlabFacts
 
 __all__ = ["OWNER", "DiskOptions", "Opened", "Opener"]

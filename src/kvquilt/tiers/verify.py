@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from kvquilt.errors import LayoutError
 from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.store import span_steps
-from kvquilt.tiers.directory import Manifest, ManifestArena
 from kvquilt.tiers.files import Files, aligned_buffer
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes, intact_entries
+from kvquilt.tiers.manifest import Manifest, ManifestArena
 from kvquilt.tiers.slab import Slab, SlabFacts
 from kvquilt.tiers.slot_pages import SlotPages
 

@@ -13,10 +13,10 @@ import pytest
 from kvquilt import CacheGroup, CacheLayout, longest_hit
 from kvquilt.testing.tier_faults import FaultyFiles, FileFault
 from kvquilt.tiers import NVMeTier, nvme
-from kvquilt.tiers.directory import tree_bytes
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, header_bytes
 from kvquilt.tiers.fsck import fsck
+from kvquilt.tiers.namespaces import tree_bytes
 from unit.tiers.disk_support import (
     LIMIT_SECONDS,
     SlabFiles,

@@ -21,7 +21,6 @@ from kvquilt.sizing import Partition
 from kvquilt.store import Chain
 from kvquilt.testing.tier_pages import PageSource
 from kvquilt.tiers import NVMeTier
-from kvquilt.tiers.directory import MANIFEST, Manifest
 from kvquilt.tiers.files import aligned_buffer
 from kvquilt.tiers.format import (
     BLOCK_BYTES,
@@ -30,6 +29,7 @@ from kvquilt.tiers.format import (
     header_bytes,
     parse_page_header,
 )
+from kvquilt.tiers.manifest import MANIFEST, Manifest
 from unit.tiers.format_support import pack_page, verify_page
 from unit.tiers.tier_support import LIMIT_SECONDS, disk
 

@@ -19,7 +19,9 @@ from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.layout.namespace import GroupFactors, LayerFactors, NamespaceFactors
 from kvquilt.store import Chain
 from kvquilt.tiers import DiskOptions, NVMeTier, Pages
-from kvquilt.tiers.directory import LOCK, MANIFEST, no_start, tree_bytes
+from kvquilt.tiers.locks import LOCK, no_start
+from kvquilt.tiers.manifest import MANIFEST
+from kvquilt.tiers.namespaces import tree_bytes
 
 MIB = 1 << 20
 LAYOUT = CacheLayout([CacheGroup("full", kind="full", tokens_per_block=16, page_bytes=4096)])

@@ -19,10 +19,10 @@ from kvquilt.testing.tier_faults import FaultyFiles, FaultyTier, FileFault
 from kvquilt.testing.tier_pages import PageSource
 from kvquilt.tiers import NVMeTier, RamTier, nvme
 from kvquilt.tiers.base import GroupTierStats
-from kvquilt.tiers.directory import MANIFEST, Manifest
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES
 from kvquilt.tiers.health import Health
+from kvquilt.tiers.manifest import MANIFEST, Manifest
 from kvquilt.tiers.slab import Slab
 from unit.tiers.tier_support import LIMIT_SECONDS, Clock, disk, until
 

@@ -11,8 +11,8 @@ import pytest
 import xxhash
 
 from kvquilt.tiers import format as fmt
-from kvquilt.tiers.directory import Manifest, ManifestArena, disk_digest
 from kvquilt.tiers.files import Files
+from kvquilt.tiers.manifest import Manifest, ManifestArena, disk_digest
 from unit.tiers.disk_support import make_tier, namespace_path, three_kinds
 from unit.tiers.format_support import pack_page, verify_page
 

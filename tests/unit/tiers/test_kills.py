@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from kvquilt.tiers import NVMeTier
-from kvquilt.tiers.directory import tree_bytes
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.fsck import fsck
+from kvquilt.tiers.namespaces import tree_bytes
 from unit.tiers import killed_writer
 from unit.tiers.disk_support import (
     LIMIT_SECONDS,
