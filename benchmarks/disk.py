@@ -236,7 +236,7 @@ def start(root: Path, rounds: int) -> dict[str, Any]:
         entries["generation"] = 1
         entries["stamp"] = np.arange(slots)
         seal_entries(entries, np.arange(slots, dtype=np.int64))
-        slab._write_entries(range(slots), entries)
+        slab.table.write(np.arange(slots), entries)
         tier.close()
         took = []
         for _ in range(rounds):

@@ -24,7 +24,8 @@ from kvquilt.tiers.format import BLOCK_BYTES, FORMAT_VERSION, entry_dtype, heade
 from kvquilt.tiers.manifest import Manifest, ManifestArena, disk_digest
 from kvquilt.tiers.namespaces import namespace_path
 from kvquilt.tiers.room import Reclaim
-from kvquilt.tiers.slab import Slab, SlabFacts
+from kvquilt.tiers.slab import Slab
+from kvquilt.tiers.table import SlabFacts
 
 __all__ = ["OWNER", "DiskOptions", "Opened", "Opener"]
 
@@ -96,7 +97,7 @@ class Opened:
             self.claim.used()
             with contextlib.suppress(OSError, KVQuiltError):
                 for slab in self.slabs:
-                    slab.save_stamps(self.index.stamps(slab.index))
+                    slab.table.save_stamps(self.index.stamps(slab.index))
 
     def grow(self) -> None:
         """Ask again for slots for which there was no space."""

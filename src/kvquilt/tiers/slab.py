@@ -29,78 +29,21 @@ from kvquilt.tiers.format import (
     FileHead,
     PageHeaders,
     entry_dtype,
-    header_bytes,
     intact_entries,
     parse_page_header,
     seal_entries,
 )
 from kvquilt.tiers.slot_pages import SlotPages
+from kvquilt.tiers.table import GIVEN_UP_AFTER, SlabFacts, SlotTable, make_doubtful, neighbours
 
-__all__ = ["Recovered", "Slab", "SlabFacts", "Verdicts"]
+__all__ = ["Recovered", "Slab", "Verdicts"]
 
 logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
 
 _RUN_BYTES = 1 << 20  # neighbouring slots that go in one system call, and fit in the processor's caches
-_LATEST_STAMP = 1 << 62  # no index has been touched that often
-_GIVEN_UP_AFTER = 8  # reads that fail one after another from the first on: it is the medium, not a block
 _SCAN_REPORT = 100_000  # slots between two lines of progress
 _local = threading.local()  # each thread's memory for the slots of one system call, of any slab
-
-
-@dataclass(frozen=True)
-class SlabFacts:
-    """What both files of a slab are made for. slot_bytes: header and payload."""
-
-    arena: int
-    name: str
-    num_slots: int
-    slot_bytes: int
-    span_keys: int
-    namespace: bytes
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of a slot before its payload."""
-        return header_bytes(self.span_keys)
-
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of a table entry."""
-        return entry_dtype(self.span_keys).itemsize
-
-    @property
-    def slab_bytes(self) -> int:
-        """Length of the slab file."""
-        return BLOCK_BYTES + self.num_slots * self.slot_bytes
-
-    @property
-    def table_bytes(self) -> int:
-        """Length of the table file."""
-        return BLOCK_BYTES + self.num_slots * self.entry_bytes
-
-    @property
-    def stamps_bytes(self) -> int:
-        """Length of the file of stamps."""
-        return 8 * self.num_slots
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Bytes of each file by its name."""
-        sizes = {"slab": self.slab_bytes, "table": self.table_bytes, "stamps": self.stamps_bytes}
-        return {f"{self.name}.{kind}": size for kind, size in sizes.items()}
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all three files on a disk that gives space in blocks of 4 KiB."""
-        return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in self.lengths.values())
-
-    def head(self, magic: bytes) -> FileHead:
-        """First block of the slab or the table."""
-        entry = self.entry_bytes if magic == TABLE_MAGIC else 0
-        return FileHead(
-            magic, self.arena, self.slot_bytes, self.num_slots, self.span_keys, entry, self.namespace
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +82,8 @@ class Slab:
         self.listed_slots = 0
         self.head_lost = False
         self.table_lost = False
-        self.fd, self._table, self._stamps = fds
+        self.fd = fds[0]
+        self.table = SlotTable(facts, fds[1], fds[2], files)
         self._writable = False
         self._files = files
         self._dtype = entry_dtype(facts.span_keys)
@@ -181,7 +125,7 @@ class Slab:
         """Check both heads, and give the files their lengths."""
         facts = self.facts
         kept = self._slots_kept(self.fd, SLAB_MAGIC, facts.slot_bytes)
-        listed = self._slots_kept(self._table, TABLE_MAGIC, facts.entry_bytes)
+        listed = self._slots_kept(self.table.fd, TABLE_MAGIC, facts.entry_bytes)
         self.listed_slots = min(listed, facts.num_slots)
         size = os.fstat(self.fd).st_size
         self.head_lost = size > BLOCK_BYTES and self._head(self.fd, SLAB_MAGIC) is None
@@ -192,30 +136,18 @@ class Slab:
             return
         if kept == 0:
             self._files.truncate(self.fd, 0)
-        if listed == 0 or kept == 0:
-            self._files.truncate(self._table, 0)
         size = os.fstat(self.fd).st_size
         if size > facts.slab_bytes:
             self._files.truncate(self.fd, facts.slab_bytes)
         self.usable_slots = (
             max(0, min(size - BLOCK_BYTES, facts.num_slots * facts.slot_bytes)) // facts.slot_bytes
         )
-        if self.listed_slots < self.usable_slots:
-            # Whoever is killed before all headers are read must not leave an empty table that looks whole.
-            self._files.write(self._table, [bytes(BLOCK_BYTES)], 0)
-        # Entries of slots that a truncated slab has lost must not come back when it grows again.
-        self._files.truncate(self._table, BLOCK_BYTES + self.usable_slots * facts.entry_bytes)
-        self._files.truncate(self._table, facts.table_bytes)
-        self._files.allocate(self._table, 0, facts.table_bytes)
-        self._files.truncate(self._stamps, facts.stamps_bytes)
-        self._files.allocate(self._stamps, 0, facts.stamps_bytes)
+        whole = self.listed_slots >= self.usable_slots
+        self.table.prepare(self.usable_slots if listed else 0, whole=whole)
         self._files.allocate(self.fd, 0, BLOCK_BYTES)
         self.write_head()
-        if self.listed_slots >= self.usable_slots:
-            self._write_table_head()
-
-    def _write_table_head(self) -> None:
-        self._files.write(self._table, [self.facts.head(TABLE_MAGIC).pack()], 0)
+        if whole:
+            self.table.write_head()
 
     def probe(self) -> None:
         """Does the medium do what will be asked of it? Raises OSError."""
@@ -260,14 +192,14 @@ class Slab:
         """Write each page to its slot, and then all entries. Raises OSError; then no entry
         is left."""
         pages = pages.take(np.argsort(pages.slots))
-        self._write_entries(pages.slots, None)
+        self.table.write(pages.slots, None)
         headers = self._headers_of(pages, generation)
         for run in self._runs(pages.slots):
             buffer, slots = self._buffer(len(run))
             pages.put_payloads(run.start, slots, self.facts.header_bytes)
             headers.seal(run.start, slots)
             self._files.write(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
-        self._write_entries(pages.slots, self._entries_of(pages, generation, stamp))
+        self.table.write(pages.slots, self._entries_of(pages, generation, stamp))
 
     def read_pages(self, pages: SlotPages, generation: int) -> Verdicts:
         """Fill the payloads of these pages, each only if it is proven good. Raises OSError if no page
@@ -300,7 +232,7 @@ class Slab:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Let no later start find these slots' pages: entry and header go. Raises OSError."""
-        self._write_entries(np.unique(np.asarray(slots, dtype=np.int64)), None)
+        self.table.write(np.unique(np.asarray(slots, dtype=np.int64)), None)
         empty = aligned_buffer(self.facts.header_bytes)
         for slot in slots:
             self._files.write(self.fd, [empty], self._offset(slot))
@@ -310,7 +242,7 @@ class Slab:
         most = self._slots_per_run
         return [
             range(start, min(start + most, run.stop))
-            for run in _neighbours(slots)
+            for run in neighbours(slots)
             for start in range(run.start, run.stop, most)
         ]
 
@@ -341,7 +273,7 @@ class Slab:
     def _offset(self, slot: int) -> int:
         return BLOCK_BYTES + slot * self.facts.slot_bytes
 
-    # ---- table ----
+    # ---- entries ----
 
     def _entries_of(self, pages: SlotPages, generation: int, stamp: int) -> NDArray[np.void]:
         entries = np.zeros(len(pages), dtype=self._dtype)
@@ -353,33 +285,12 @@ class Slab:
         seal_entries(entries, pages.slots)
         return entries
 
-    def _write_entries(self, slots: IntArray, entries: NDArray[np.void] | None) -> None:
-        """Write the entries of these slots, in ascending order, or clear them; neighbours in one call."""
-        size = self.facts.entry_bytes
-        for run in _neighbours(slots):
-            data = bytes(size * len(run)) if entries is None else entries[run.start : run.stop].tobytes()
-            self._files.write(self._table, [data], BLOCK_BYTES + int(slots[run.start]) * size)
-
-    def save_stamps(self, stamps: IntArray) -> None:
-        """Keep the recency of all slots for the next start, in a file of its own: entries change under
-        the hands of others. A torn one costs only the order. Raises OSError."""
-        self._files.write(self._stamps, [stamps.astype("<i8").tobytes()], 0)
-
-    def read_stamps(self, count: int) -> IntArray:
-        """Recency of the first `count` slots as last kept; 0 where nothing is known. Raises OSError."""
-        stamps = np.zeros(count, dtype=np.int64)
-        size = min(os.fstat(self._stamps).st_size // 8, count) if self._stamps >= 0 else 0
-        if size:
-            self._files.read(self._stamps, [stamps[:size].data.cast("B")], 0)
-        stamps[(stamps < 0) | (stamps > _LATEST_STAMP)] = 0  # damaged, and a clock from there would overflow
-        return stamps
-
     def survey(
         self, slots: IntArray, stopped: Callable[[], bool] = lambda: False
     ) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
         """Entries of these slots, of any generation, and for which of them the slot's header had to be read
         since the table has no intact word on it. Raises OSError."""
-        entries = self.read_entries(slots)
+        entries = self.table.read(slots)
         unlisted = slots >= self.listed_slots
         entries[unlisted] = 0
         words = entries.view(np.uint64).reshape(slots.size, self.facts.entry_bytes // 8)
@@ -387,37 +298,6 @@ class Slab:
         if doubtful.any():
             entries[doubtful] = self._scan(slots[doubtful], stopped)
         return entries, doubtful
-
-    def read_entries(self, slots: IntArray) -> NDArray[np.void]:
-        """Entries of these slots, in ascending order, as they are now, neighbours in one call; zero where the
-        table ends before. Raises OSError."""
-        size, entries = self.facts.entry_bytes, np.zeros(slots.size, dtype=self._dtype)
-        held = max(0, (os.fstat(self._table).st_size - BLOCK_BYTES) // size) if self._table >= 0 else 0
-        for run in _neighbours(slots[slots < held]):
-            try:
-                self._read_run(slots, entries, run)
-            except OSError:
-                self._read_around_bad_blocks(slots, entries, run)
-        return entries
-
-    def _read_run(self, slots: IntArray, entries: NDArray[np.void], run: range) -> None:
-        found = entries[run.start : run.stop].view(np.uint8)
-        offset = BLOCK_BYTES + int(slots[run.start]) * self.facts.entry_bytes
-        self._files.read(self._table, [found.data], offset)
-
-    def _read_around_bad_blocks(self, slots: IntArray, entries: NDArray[np.void], run: range) -> None:
-        """Read neighbours in small parts; what cannot be becomes doubtful. Raises OSError if nothing can."""
-        step, failed, read = max(1, BLOCK_BYTES // self.facts.entry_bytes), 0, False
-        for start in range(run.start, run.stop, step):
-            part = range(start, min(start + step, run.stop))
-            try:
-                self._read_run(slots, entries, part)
-                read = True
-            except OSError:
-                failed += 1
-                if not read and (failed == _GIVEN_UP_AFTER or part.stop == run.stop):
-                    raise
-                _make_doubtful(entries[part.start : part.stop])
 
     def recover(
         self, groups: Sequence[int], generation: int, stopped: Callable[[], bool] = lambda: False
@@ -432,12 +312,12 @@ class Slab:
         entries, doubtful = self.survey(slots, stopped)
         intact = intact_entries(entries, slots)
         if doubtful.any() and self._writable:
-            self._write_entries(slots[doubtful], entries[doubtful])
-            self._write_table_head()
+            self.table.write(slots[doubtful], entries[doubtful])
+            self.table.write_head()
             self.table_lost = False
             self.listed_slots = self.num_slots
         good = intact & (entries["generation"] == generation) & np.isin(entries["group"], groups)
-        stamps = np.maximum(entries["stamp"], self.read_stamps(usable))[good]
+        stamps = np.maximum(entries["stamp"], self.table.read_stamps(usable))[good]
         order = np.argsort(stamps, kind="stable")
         found = entries[good][order]
         pages = KnownPages(
@@ -463,7 +343,7 @@ class Slab:
                 self._files.read(self.fd, [header], self._offset(slot))
             except OSError:
                 unread.append(done)
-                if len(unread) == done + 1 == _GIVEN_UP_AFTER:
+                if len(unread) == done + 1 == GIVEN_UP_AFTER:
                     raise
                 continue
             page = parse_page_header(header)
@@ -479,24 +359,12 @@ class Slab:
         seal_entries(entries, slots)
         entries[entries["generation"] == 0] = 0
         for done in unread:
-            _make_doubtful(entries[done : done + 1])
+            make_doubtful(entries[done : done + 1])
         return entries
 
     def close(self) -> None:
         """Close the files. May be called twice."""
-        for fd in (self.fd, self._table, self._stamps):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self._table = self._stamps = -1
-
-
-def _make_doubtful(entries: NDArray[np.void]) -> None:
-    """Make entries that are neither empty nor intact: the slot's header says what lies there."""
-    entries[:] = 0
-    entries["reserved"] = 1
-
-
-def _neighbours(slots: IntArray) -> list[range]:
-    """Places of runs of neighbours among slots in ascending order."""
-    ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), slots.size]
-    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False) if end > start]
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+        self.table.close()

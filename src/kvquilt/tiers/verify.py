@@ -19,8 +19,9 @@ from kvquilt.store import span_steps
 from kvquilt.tiers.files import Files, aligned_buffer
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes, intact_entries
 from kvquilt.tiers.manifest import Manifest, ManifestArena
-from kvquilt.tiers.slab import Slab, SlabFacts
+from kvquilt.tiers.slab import Slab
 from kvquilt.tiers.slot_pages import SlotPages
+from kvquilt.tiers.table import SlabFacts
 
 __all__ = ["Advance", "CheckedSlab", "Orphan", "check_slabs", "drop_pages", "layout_of", "slab_facts"]
 
