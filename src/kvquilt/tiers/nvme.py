@@ -124,14 +124,16 @@ class NVMeTier:
 
     def _try_open(self) -> None:
         """Open the directory; what the medium refuses switches the tier off. Raises ConfigError."""
+        forget = self._must_forget
         try:
-            opened = self._opener.open(forget=self._must_forget)
+            opened = self._opener.open(forget=forget)
         except OSError as error:
             self._health.switch_off(f"{self.options.path}: {error}")
             return
         with self._lock:
             self._opened = opened
-            self._must_forget &= opened.claim is None
+            if forget and opened.claim is not None:  # what was asked for meanwhile has still to be recorded
+                self._must_forget = False
 
     def _finish_opening(self) -> None:
         """Take over what an earlier run left, and switch on. Reads every slot's header where a table

@@ -22,6 +22,7 @@ from kvquilt.tiers.base import GroupTierStats
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES
 from kvquilt.tiers.health import Health
+from kvquilt.tiers.locks import LOCK
 from kvquilt.tiers.manifest import MANIFEST, Manifest
 from kvquilt.tiers.slab import Slab
 from unit.tiers.tier_support import LIMIT_SECONDS, Clock, disk, until
@@ -594,6 +595,24 @@ def test_a_reset_while_the_directory_is_away_holds(rig: Rig) -> None:
         assert tier.reset() is False
         shutil.rmtree(place)
         away.rename(place)
+    rig.comes_back(tier)
+    assert rig.present(tier, chain) == 0
+    rig.works(tier)
+    tier.close()
+    assert rig.present(rig.open(), chain) == 0
+
+
+def test_a_reset_while_the_directory_is_being_opened_again_holds(rig: Rig) -> None:
+    """The directory is back, with all its pages, and is being claimed when the reset comes."""
+    tier, chain = rig.open(), rig.source.chain("a", 160)
+    rig.source.save(tier, chain)
+    place = rig.namespace()
+    (place / LOCK).rename(place / ".another")
+    until(lambda: tier.state == "off")
+    with rig.files.inject(FileFault({"open"}, effect="hang", match=".slab")) as fault:
+        rig.clock.now += 2.0
+        fault.wait_for_calls()
+        assert tier.reset() is False
     rig.comes_back(tier)
     assert rig.present(tier, chain) == 0
     rig.works(tier)
