@@ -99,6 +99,7 @@ class Store:
         self._log = ChangeLog() if record_changes else None
         self._admission = Admission(layout, built, frozenset(optional), self._log)
         self._prefault = Prefault(self.arenas, populate)
+        self._may_admit = prefault != "later"
         self._start_memory(prefault)
 
     # Look-up and leases
@@ -377,6 +378,7 @@ class Store:
         if not only_what_is_there:
             self._prefault.start()
         with self._lock:
+            self._may_admit = True
             self._admit_memory()
 
     def stop_memory(self, timeout_seconds: float) -> bool:
@@ -526,7 +528,8 @@ class Store:
         return self._leases.expire()
 
     def _admit_memory(self) -> None:
-        self._admission.admit_memory([arena.usable_slots for arena in self.arenas])
+        if self._may_admit:  # before `provide_memory`, `adopt` is still to fill slots that count as usable
+            self._admission.admit_memory([arena.usable_slots for arena in self.arenas])
 
     def _check_open(self) -> None:
         if self._closed:

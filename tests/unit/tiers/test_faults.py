@@ -680,6 +680,25 @@ def test_a_reset_while_slots_are_being_found_again(
     assert rig.present(rig.open(), chain) == 0
 
 
+def test_who_counts_pages_while_slots_are_being_found_again_gives_none_away(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, chain = rig.open(), rig.source.chain("a", 160)
+    rig.source.save(tier, chain)
+    tier.close()
+    (rig.namespace() / "arena00.table").unlink()
+    monkeypatch.setattr(nvme, "_SLOTS_READ_AT_ONCE", 0)
+    with rig.files.inject(FileFault({"read"}, effect="hang", match=".slab", from_offset=DATA)) as headers:
+        tier = rig.open()
+        headers.wait_for_calls()
+        assert tier.state == "starting"
+        assert tier.stats().groups[0].pages == 0
+    rig.comes_back(tier)
+    assert rig.full(tier).pages == rig.present(tier, chain) == 10
+    rig.works(tier)
+    tier.audit()
+
+
 # Pauses
 
 
