@@ -117,6 +117,12 @@ class Admission:
                 part.view.touch(part.chain, 0, int(part.blocks[-1]) + 1 if touch is None else touch)
         return tuple(visible)
 
+    def touch_prefix(self, ticket: PendingTicket, num_blocks: int) -> None:
+        """Make the first blocks of a ticket's dense groups the newest, tail before head."""
+        for part in ticket.reserved:
+            if part.view.group.dense:
+                part.view.touch(part.chain, 0, num_blocks)
+
     def withdraw(self, view: GroupIndex, chain: Chain, blocks: IntArray) -> int:
         """Make pages invisible, and what they orphan; how many of the blocks were visible."""
         out = np.empty(blocks.size, dtype=np.int64)

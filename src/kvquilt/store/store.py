@@ -339,15 +339,16 @@ class Store:
 
         Returns what became visible. failed: one rank could not; nothing becomes visible.
         without: (group, blocks) that could not be written, of a ticket for one chain. touch: how
-        many blocks of the prefix become the newest, 0 if another ticket of it is committed soon; by default
-        up to the ticket's last. Pages reserved before a `reset`, or whose ticket was overdue, are dropped.
-        Raises TicketError for an unknown or foreign ticket.
+        many blocks of the prefix become the newest, also if it failed, 0 if another ticket of it is committed
+        soon; by default up to the ticket's last. Pages reserved before a `reset`, or whose ticket was
+        overdue, are dropped. Raises TicketError for an unknown or foreign ticket.
         """
         with self._lock:
             self._check_open()
             ticket = self._tickets.take(ticket_id, owner)
             if failed:
                 self._abort(ticket)
+                self._admission.touch_prefix(ticket, touch or 0)
                 return ()
             kept = self._abort_part(ticket, without) if without else ticket
             return self._admission.commit(kept, touch=touch)

@@ -265,17 +265,20 @@ def test_37_a_split_ticket_ends_in_parts(store: Store) -> None:
     assert store.audit().arenas[0].free == 5
 
 
-def test_37_the_last_part_makes_the_whole_prefix_the_newest_tail_before_head(store: Store) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_37_the_last_part_makes_the_whole_prefix_the_newest_tail_before_head(
+    store: Store, failed: bool
+) -> None:
     chain = chain_of(store.layout, PROMPT)
     whole = store.reserve("w", [want(chain, 0, range(4))])
     assert whole.ticket_id is not None
     *heads, tail = store.split(whole.ticket_id, "w", 1)
     for part in heads:
         store.commit(part, "w", touch=0)
-    store.commit(tail, "w")
-    other = chain_of(store.layout, "ABCDEFGHIJKL")
-    save(store, other, {0: range(6)})  # eight slots: two of ours make room
-    assert present(store, chain, 0) == [0, 1]
+    store.commit(tail, "w", failed=failed, touch=4)
+    other = chain_of(store.layout, "ABCDEFGHIJKLMN")
+    save(store, other, {0: range(7 if failed else 6)})  # eight slots: two of ours make room
+    assert present(store, chain, 0) == ([0] if failed else [0, 1])
 
 
 @pytest.mark.parametrize("use", ["pages", "renew", "release"])
