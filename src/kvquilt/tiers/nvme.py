@@ -491,7 +491,8 @@ class NVMeTier:
             if stalled:
                 self._health.switch_off(f"no answer for {self._stall_seconds:.0f} s")
             elif opened is not None and not opened.still_there():
-                self._health.switch_off(f"{self.options.path} has been removed, replaced or reset")
+                why = "has been removed, replaced or reset, or cannot be read"
+                self._health.switch_off(f"{self.options.path} {why}")
             elif self._clock() - self._stamps_saved_at > _STAMP_SECONDS:
                 self._stamps_saved_at = self._clock()
                 # By a worker: if the medium hangs there, this thread must be left to see it.

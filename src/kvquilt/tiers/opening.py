@@ -83,8 +83,10 @@ class Opened:
         been reset."""
         if self.claim is not None:
             return self.claim.still_there()
-        manifest = Manifest.read(self.path)
-        return manifest is not None and manifest.generation == self.generation
+        with contextlib.suppress(OSError):
+            manifest = Manifest.read(self.path)
+            return manifest is not None and manifest.generation == self.generation
+        return False
 
     def forget(self, group: int, slots: IntArray) -> None:
         """Let no later start find these slots' pages. Raises OSError."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvquilt.testing.tier_faults import FaultyFiles, FileFault
+from kvquilt.tiers.directory import MANIFEST
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes
 from unit.tiers.disk_support import (
@@ -217,3 +218,32 @@ def test_a_reader_forgets_with_its_writer(tmp_path: Path) -> None:
     assert len(load(reader, later, 0, range(12))) == 12
     reader.close()
     writer.close()
+
+
+def test_a_reader_that_cannot_ask_for_a_reset_serves_nothing(tmp_path: Path) -> None:
+    """A manifest that can't be read may say that there was one."""
+    clock, manifest = Clock(), written(tmp_path) / MANIFEST
+    reader = make_tier(tmp_path, LAYOUT, BUDGET, write="never", clock=clock, tick_seconds=TICK_SECONDS)
+    away = manifest.with_name(".away")
+    manifest.rename(away)
+    manifest.mkdir()
+    until(lambda: reader.state == "off")
+    clock.now += 60.0
+    until(lambda: "directory" in reader.stats().why)
+    manifest.rmdir()
+    away.rename(manifest)
+    clock.now += 60.0
+    until(lambda: reader.state == "on")
+    assert len(load(reader, CHAIN, 0, range(12))) == 12
+    reader.close()
+
+
+def test_recency_outlives_a_start_that_ends_early(tmp_path: Path) -> None:
+    """Nothing is known of it where the tables could not be read."""
+    stamps = written(tmp_path) / "arena00.stamps"
+    before, files = stamps.read_bytes(), FaultyFiles()
+    with files.inject(refused(BLOCK_BYTES, 1 << 40, ".table")):
+        tier = make_tier(tmp_path, LAYOUT, BUDGET, files=files)
+        assert tier.state == "off"
+        tier.close()
+    assert stamps.read_bytes() == before
