@@ -97,6 +97,8 @@ class Opened:
         """Keep the recency of all slots, and of the namespace, as far as the medium lets it."""
         if self.claim is not None:
             self.claim.used()
+            if not self.recovered:
+                return  # the index knows nothing of what the last run kept
             with contextlib.suppress(OSError, KVQuiltError):
                 for slab in self.slabs:
                     slab.table.save_stamps(self.index.stamps(slab.index))
