@@ -18,15 +18,16 @@ from kvquilt.errors import ConfigError, KVQuiltError
 from kvquilt.layout import CacheLayout
 from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.sizing import Partition, SlotPlan
-from kvquilt.store import Chain, Want, span_steps
+from kvquilt.store import Chain
 from kvquilt.tiers.base import GroupTierStats, Loaded, Pages, TierStats
-from kvquilt.tiers.batches import Ending, ReadBatch, Together, WriteBatch
+from kvquilt.tiers.batches import Ending
 from kvquilt.tiers.counts import Counts
 from kvquilt.tiers.directory import Claim
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.health import Health
 from kvquilt.tiers.opening import OWNER, DiskOptions, Opened, Opener
-from kvquilt.tiers.slot_pages import SlotPages, warm_up
+from kvquilt.tiers.queues import Queues
+from kvquilt.tiers.slot_pages import warm_up
 from kvquilt.tiers.workers import Batch, Workers
 
 __all__ = ["DiskOptions", "NVMeTier"]
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-_BATCH_BYTES = 4 << 20
 _STALL_SECONDS = 10.0
 _TICK_SECONDS = 0.5
 _STAMP_SECONDS = 30.0
@@ -90,13 +90,11 @@ class NVMeTier:
             clock=clock,
         )
         self._arena_of = self._opener.arena_of
-        self._steps = span_steps(layout)
         self._counts = Counts(layout, num_ranks)
         self._health = Health("the disk tier", clock)
-        # Guards _opened, _must_forget and the change of state; the medium may work meanwhile. It never does
-        # under _turn: slots are taken from the index together with the generation that they are used under.
+        # Guards _opened, _must_forget and the change of state; the medium may work meanwhile.
         self._lock = threading.RLock()
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # of Queues
         self._opened: Opened | None = None
         self._must_forget = False
         self._takes_over = True  # until a reader is reset, which can't record it
@@ -110,6 +108,14 @@ class NVMeTier:
         warm_up()
         self._try_open()
         self._workers = Workers("kvquilt-disk", options.threads, clock)
+        self._queues = Queues(
+            layout,
+            self._workers,
+            health=self._health,
+            counts=self._counts,
+            turn=self._turn,
+            queue_bytes=options.queue_bytes,
+        )
         try:
             if not self._has_much_to_read():
                 self._finish_opening()
@@ -184,7 +190,7 @@ class NVMeTier:
         try:
             for part in pages:
                 with contextlib.suppress(KVQuiltError):
-                    accepted += self._queue_writes(opened, part, ending)
+                    accepted += self._queues.write(opened, part, ending)
         finally:
             ending.release()
         return accepted
@@ -193,63 +199,7 @@ class NVMeTier:
         opened = self._usable()
         if opened is None or opened.claim is None:
             return 0
-        # The queue counts whole slots, headers included.
-        room = max(0, self.options.queue_bytes - self._workers.num_bytes("write"))
-        facts = [slab.facts for slab in opened.slabs]
-        return min((room * (f.slot_bytes - f.header_bytes) // f.slot_bytes for f in facts), default=0)
-
-    def _queue_writes(self, opened: Opened, pages: Pages, ending: Ending) -> int:
-        slab = opened.slab_of(pages.group)
-        missing = opened.index.missing(pages.chain, pages.group, pages.blocks)
-        wanted = np.flatnonzero(missing)
-        room = max(0, self.options.queue_bytes - self._workers.num_bytes("write")) // slab.slot_stride
-        if wanted.size > room:
-            self._counts.drop(pages.group, "queue", wanted.size - room)
-            wanted = wanted[:room]
-        if not wanted.size:
-            return 0
-        blocks = pages.blocks[wanted]
-        with self._turn:
-            ticket = opened.index.reserve(OWNER, [Want(pages.chain, pages.group, blocks)])
-            generation = opened.generation
-        self._counts.drop(pages.group, "full", sum(ticket.skipped_full.values()))
-        if ticket.ticket_id is None:
-            return 0
-        grant = ticket.grants[0]
-        # The grant is in order and names each block once; what was offered need not be.
-        order = np.argsort(blocks, kind="stable")
-        places = wanted[order[np.searchsorted(blocks, grant.blocks, sorter=order)]]
-        per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
-        tickets = opened.index.split(ticket.ticket_id, OWNER, per_batch)
-        together = Together(len(tickets), int(grant.blocks[-1]) + 1)
-        for i, ticket_id in enumerate(tickets):
-            part = slice(i * per_batch, (i + 1) * per_batch)
-            batch = WriteBatch(
-                opened,
-                self._health,
-                self._counts,
-                generation,
-                ticket_id,
-                pages.group,
-                self._slot_pages(pages, places[part], grant.slots[part]),
-                ending,
-                together,
-            )
-            ending.hold()
-            num = len(batch.pages)
-            self._workers.submit(Batch("write", num, num * slab.slot_stride, batch.run, batch.drop))
-        return int(grant.slots.size)
-
-    def _slot_pages(self, pages: Pages, places: IntArray, slots: IntArray) -> SlotPages:
-        blocks = pages.blocks[places]
-        return SlotPages(
-            slots,
-            np.full(slots.size, pages.group, dtype=np.int64),
-            pages.chain.keys(pages.group)[blocks],
-            pages.chain.spans(pages.group, self._steps.get(pages.group, 0), blocks),
-            np.frombuffer(pages.memory, dtype=np.uint8),
-            pages.offsets[places],
-        )
+        return self._queues.room_bytes(opened)
 
     def load(self, pages: Sequence[Pages], done: Loaded) -> None:
         results = [np.zeros(part.blocks.size, dtype=np.bool_) for part in pages]
@@ -259,39 +209,9 @@ class NVMeTier:
             if opened is not None:
                 for part, result in zip(pages, results, strict=True):
                     with contextlib.suppress(KVQuiltError):
-                        self._queue_reads(opened, part, result, ending)
+                        self._queues.read(opened, part, result, ending)
         finally:
             ending.release()
-
-    def _queue_reads(self, opened: Opened, pages: Pages, result: BoolArray, ending: Ending) -> None:
-        slab = opened.slab_of(pages.group)
-        per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
-        for start in range(0, pages.blocks.size, per_batch):
-            wanted = pages.blocks[start : start + per_batch]
-            with self._turn:
-                lease_id, blocks, slots = opened.index.lease_blocks(OWNER, pages.chain, pages.group, wanted)
-                generation = opened.generation
-            if lease_id is None:
-                continue
-            places = start + np.flatnonzero(np.isin(wanted, blocks))
-            into = self._slot_pages(pages, places, slots)
-            batch = ReadBatch(
-                opened,
-                self._health,
-                self._counts,
-                generation,
-                lease_id,
-                pages,
-                places,
-                blocks,
-                into,
-                result,
-                ending,
-            )
-            ending.hold()
-            self._workers.submit(
-                Batch("read", slots.size, slots.size * slab.slot_stride, batch.run, batch.drop)
-            )
 
     def touch(self, chain: Chain, tokens: int) -> None:
         opened = self._usable()

@@ -74,10 +74,7 @@ def _scatter(slots: Words, rows: IntArray, header: int, memory: Words, offsets: 
 
 def warm_up() -> None:
     """Compile both copies before the first pages need them."""
-    memory, slots, first = (
-        np.zeros(2, dtype=np.uint64),
-        np.zeros((1, 2), dtype=np.uint64),
-        np.zeros(1, np.int64),
-    )
+    memory, slots = np.zeros(2, dtype=np.uint64), np.zeros((1, 2), dtype=np.uint64)
+    first = np.zeros(1, dtype=np.int64)
     _gather(memory, first, slots, 1)
     _scatter(slots, first, 1, memory, first)

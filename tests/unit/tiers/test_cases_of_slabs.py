@@ -12,7 +12,7 @@ import pytest
 
 from kvquilt import CacheGroup, CacheLayout, longest_hit
 from kvquilt.testing.tier_faults import FaultyFiles, FileFault
-from kvquilt.tiers import NVMeTier, nvme
+from kvquilt.tiers import NVMeTier, queues
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, header_bytes
 from kvquilt.tiers.fsck import fsck
@@ -240,7 +240,7 @@ def test_b67_without_room_for_its_slots_a_tier_keeps_what_fits(tmp_path: Path, a
 def test_however_batches_end_the_tail_of_a_prefix_goes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvme, "_BATCH_BYTES", 2 * SLOT)
+    monkeypatch.setattr(queues, "_BATCH_BYTES", 2 * SLOT)
     files = FaultyFiles()
     tier = make_tier(tmp_path, FULL, budget_for(FULL, 20), files=files, threads=4)
     chain, ended = prompt(FULL, 0, 6), threading.Event()
