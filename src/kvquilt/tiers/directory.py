@@ -23,8 +23,8 @@ from kvquilt.errors import ConfigError
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.locks import LOCK, Lock, locked, try_lock
 from kvquilt.tiers.manifest import MANIFEST, Manifest, diff_of
-from kvquilt.tiers.namespaces import check_root, list_namespaces, namespace_path, tree_bytes
-from kvquilt.tiers.room import Reclaim, cut, cut_other_ranks, discard, foreign_bytes, make_room, sweep
+from kvquilt.tiers.namespaces import check_root, list_namespaces, namespace_path
+from kvquilt.tiers.room import Reclaim, cut, discard, make_room, sweep
 
 __all__ = ["Claim", "claim_namespace", "open_for_reading"]
 
@@ -105,9 +105,7 @@ def claim_namespace(
         try:
             os.utime(lock.fd)
             sweep(root, path)
-            cut_other_ranks(root, path, lengths)
-            own_bytes = tree_bytes(path) - foreign_bytes(path, lengths)
-            make_room(root, path, own_bytes, wanted.planned_bytes, disk_bytes, reclaim)
+            make_room(root, path, lengths, wanted.planned_bytes, disk_bytes, reclaim)
             manifest = _settle_manifest(path, wanted, files)
             for name, length in lengths.items():
                 cut(path / name, length)

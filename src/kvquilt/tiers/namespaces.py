@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +72,12 @@ def list_namespaces(root: Path) -> list[NamespaceDirectory]:
     return sorted(found, key=lambda one: one.last_used)
 
 
-def tree_bytes(path: Path) -> int:
-    """Bytes of all files under `path`: lengths, or the space they take where that is more."""
-    total = 0
-    for directory, _, names in os.walk(path):
+def tree_bytes(path: Path, *, without: Collection[Path] = ()) -> int:
+    """Bytes of all files under `path`, but those under `without`: lengths, or the space they take where that
+    is more."""
+    total, others = 0, set(map(str, without))
+    for directory, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if os.path.join(directory, name) not in others]
         for name in names:
             total += file_bytes(os.path.join(directory, name))
     return total

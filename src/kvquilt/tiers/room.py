@@ -16,7 +16,7 @@ from kvquilt.tiers.manifest import MANIFEST
 from kvquilt.tiers.namespaces import file_bytes, list_namespaces, namespace_paths, tree_bytes
 from kvquilt.units import format_bytes
 
-__all__ = ["Reclaim", "cut", "cut_other_ranks", "discard", "foreign_bytes", "make_room", "sweep"]
+__all__ = ["Reclaim", "cut", "discard", "make_room", "sweep"]
 
 logger = logging.getLogger(__name__)
 Reclaim = Literal["auto", "refuse"]
@@ -43,7 +43,7 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def foreign_bytes(own: Path, lengths: Mapping[str, int]) -> int:
+def _foreign_bytes(own: Path, lengths: Mapping[str, int]) -> int:
     """Bytes of what somebody else has put into a namespace's directory: it stays, and counts."""
     known = {*lengths, LOCK, MANIFEST}
     return sum(
@@ -53,29 +53,40 @@ def foreign_bytes(own: Path, lengths: Mapping[str, int]) -> int:
     )
 
 
+def _excess(path: Path, length: int) -> int:
+    with contextlib.suppress(OSError):
+        return max(0, os.lstat(path).st_size - length)
+    return 0
+
+
 def cut(path: Path, length: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         if os.lstat(path).st_size > length:
             os.truncate(path, length)
 
 
-def cut_other_ranks(root: Path, own: Path, lengths: Mapping[str, int]) -> None:
-    """The other ranks get the same share of a smaller bound: whoever starts first must not remove their pages
-    for room that they are about to give up."""
-    for path in namespace_paths(root):
-        if path.name == own.name and path != own and not may_be_in_use(path):
-            for name, length in lengths.items():
-                cut(path / name, length)
+def make_room(
+    root: Path, own: Path, lengths: Mapping[str, int], needed: int, disk_bytes: int, reclaim: Reclaim
+) -> None:
+    """Let all of `root` fit `disk_bytes` with this namespace at its full size; nothing goes if it can't.
 
-
-def make_room(root: Path, own: Path, own_bytes: int, needed: int, disk_bytes: int, reclaim: Reclaim) -> None:
+    lengths: of its files. The other ranks get the same share of a smaller bound: whoever starts first must
+    not remove their pages for room that they are about to give up.
+    """
     found = [one for one in list_namespaces(root) if one.path != own]
     free = [one for one in found if not may_be_in_use(one.path)]
-    others = tree_bytes(root) - own_bytes
+    ranks = [one.path for one in free if one.path.name == own.name]
+    # Live ones grow meanwhile: each is looked at once, and counts for what it may grow to.
+    others = _foreign_bytes(own, lengths) + tree_bytes(root, without=[own, *(one.path for one in found)])
+    size_of = {}
     for one in found:
-        if one not in free and one.manifest is not None:  # it may still be growing
-            others += max(0, one.manifest.planned_bytes - one.num_bytes)
-    freeable = sum(one.num_bytes for one in free)
+        planned = one.manifest.planned_bytes if one.manifest is not None and one not in free else 0
+        given_up = (
+            sum(_excess(one.path / name, lengths[name]) for name in lengths) if one.path in ranks else 0
+        )
+        size_of[one.path] = max(one.num_bytes, planned) - given_up
+    others += sum(size_of.values())
+    freeable = sum(size_of[one.path] for one in free)
     least = others if reclaim == "refuse" else others - freeable
     if least + needed > disk_bytes:
         raise ConfigError(
@@ -88,14 +99,17 @@ def make_room(root: Path, own: Path, own_bytes: int, needed: int, disk_bytes: in
     for one in free:
         if others + needed > disk_bytes:
             going.append(one)
-            others -= one.num_bytes
+            others -= size_of[one.path]
     _check_space(root, others + needed - tree_bytes(root), disk_bytes, is_new=not (own / MANIFEST).exists())
+    for rank in ranks:
+        for name, length in lengths.items():
+            cut(rank / name, length)
     for one in going:
-        name = one.manifest.namespace.model if one.manifest is not None else "an unknown model"
+        model = one.manifest.namespace.model if one.manifest is not None else "an unknown model"
         logger.warning(
             "kvquilt: disk: removing namespace %s (%s, %s) to make room",
             one.path,
-            name,
+            model,
             format_bytes(one.num_bytes),
         )
         shutil.rmtree(one.path)
