@@ -73,6 +73,9 @@ def try_lock(path: Path, *, shared: bool = False) -> Lock | None:
         _locks.discard(lock)
         os.close(lock.fd)
         return None
+    except BaseException:
+        lock.release()
+        raise
     return lock
 
 

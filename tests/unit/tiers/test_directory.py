@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -18,10 +19,10 @@ from kvquilt.errors import ConfigError
 from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.layout.namespace import GroupFactors, LayerFactors, NamespaceFactors
 from kvquilt.store import Chain
-from kvquilt.tiers import DiskOptions, NVMeTier, Pages
+from kvquilt.tiers import DiskOptions, NVMeTier, Pages, room
 from kvquilt.tiers.locks import LOCK, no_start
 from kvquilt.tiers.manifest import MANIFEST
-from kvquilt.tiers.namespaces import tree_bytes
+from kvquilt.tiers.namespaces import NamespaceDirectory, list_namespaces, tree_bytes
 
 MIB = 1 << 20
 LAYOUT = CacheLayout([CacheGroup("full", kind="full", tokens_per_block=16, page_bytes=4096)])
@@ -373,6 +374,38 @@ def test_ranks_have_a_directory_and_a_share_each(tier: Open, root: Path) -> None
     assert [found(rank) for rank in ranks] == [10, 0]
     assert tree_bytes(root) <= 4 * MIB
     assert all(tree_bytes(root / f"dp{i}") <= 2 * MIB for i in range(2))
+
+
+def test_a_rank_that_grows_while_another_starts_counts_once(
+    tier: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = ready(tier(dp_rank=0, dp_size=2))
+    slab = live.path / "arena00.slab"
+    length = slab.stat().st_size
+    os.truncate(slab, length - MIB)
+
+    def look_and_grow(path: Path) -> list[NamespaceDirectory]:
+        there = list_namespaces(path)
+        with slab.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, length)
+        return there
+
+    monkeypatch.setattr(room, "list_namespaces", look_and_grow)
+    assert ready(tier(dp_rank=1, dp_size=2)).state == "on"
+    assert tree_bytes(root) <= 4 * MIB
+
+
+def test_a_lock_that_the_file_system_refuses_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_fd: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No locks available"), no_start(tmp_path, shared=False):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_smaller_bound_keeps_pages_of_each_rank(tier: Open, root: Path) -> None:
