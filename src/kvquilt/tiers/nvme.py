@@ -261,11 +261,12 @@ class NVMeTier:
         try:
             answers: list[bool] = []
             if _ended(self._resetting, self._stall_seconds):
-                self._resetting = threading.Thread(
+                thread = threading.Thread(
                     target=lambda: answers.append(self._reset()), name="kvquilt-disk-reset", daemon=True
                 )
-                self._resetting.start()
-                if _ended(self._resetting, self._stall_seconds):
+                thread.start()
+                self._resetting = thread  # `close`, which waits for it, may come now
+                if _ended(thread, self._stall_seconds):
                     return answers == [True]
             return None
         finally:

@@ -581,6 +581,21 @@ def test_close_does_not_wait_for_a_reset_for_ever(rig: Rig, monkeypatch: pytest.
         assert tier.reset() is False
 
 
+def test_it_can_be_closed_just_when_a_reset_begins(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, begin, closed = rig.open(), threading.Thread.start, []
+
+    def close_first(thread: threading.Thread) -> None:
+        if thread.name == "kvquilt-disk-reset":
+            tier.close()
+            closed.append(True)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", close_first)
+    assert tier.reset() is False
+    assert closed
+    assert rig.open().state == "on"  # nobody holds the directory any more
+
+
 def test_a_reset_while_the_directory_is_away_holds(rig: Rig) -> None:
     """It is moved away and back, with all its pages."""
     tier, chain = rig.open(), rig.source.chain("a", 160)
