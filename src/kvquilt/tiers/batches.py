@@ -68,7 +68,7 @@ class Together:
 class WriteBatch:
     """Pages that one thread writes under one ticket of the index.
 
-    together: those that are saved with it.
+    stamps: recency of each, for a start that finds nothing newer. together: those that are saved with it.
     """
 
     opened: Opened
@@ -78,6 +78,7 @@ class WriteBatch:
     ticket_id: int
     group: int
     pages: SlotPages
+    stamps: IntArray
     ending: Ending
     together: Together
 
@@ -88,8 +89,7 @@ class WriteBatch:
         """Let the medium work, and end it."""
         good, group = False, self.group
         try:
-            stamp = int(self.opened.index.now)
-            self.opened.slab_of(group).write_pages(self.pages, self.generation, stamp)
+            self.opened.slab_of(group).write_pages(self.pages, self.generation, self.stamps)
             self.health.good()
             good = True
         except (OSError, ValueError) as error:

@@ -42,6 +42,7 @@ class Queues:
         turn: threading.Lock,
         queue_bytes: int,
     ) -> None:
+        self._layout = layout
         self._workers = workers
         self._health = health
         self._counts = counts
@@ -80,7 +81,11 @@ class Queues:
         places = wanted[order[np.searchsorted(blocks, grant.blocks, sorter=order)]]
         per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
         tickets = opened.index.split(ticket.ticket_id, OWNER, per_batch)
-        together = Together(len(tickets), int(grant.blocks[-1]) + 1)
+        last = int(grant.blocks[-1])
+        together = Together(len(tickets), last + 1)
+        # As the index will have it when all are written: the tail of a dense prefix before its head.
+        dense = self._layout.groups[pages.group].dense
+        stamps = opened.index.now + (last - grant.blocks if dense else np.zeros_like(grant.blocks))
         for i, ticket_id in enumerate(tickets):
             part = slice(i * per_batch, (i + 1) * per_batch)
             batch = WriteBatch(
@@ -91,6 +96,7 @@ class Queues:
                 ticket_id,
                 pages.group,
                 self._slot_pages(pages, places[part], grant.slots[part]),
+                stamps[part],
                 ending,
                 together,
             )

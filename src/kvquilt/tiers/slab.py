@@ -188,10 +188,12 @@ class Slab:
 
     # ---- pages ----
 
-    def write_pages(self, pages: SlotPages, generation: int, stamp: int) -> None:
-        """Write each page to its slot, and then all entries. Raises OSError; then no entry
-        is left."""
-        pages = pages.take(np.argsort(pages.slots))
+    def write_pages(self, pages: SlotPages, generation: int, stamp: int | IntArray) -> None:
+        """Write each page to its slot, and then all entries. stamp: recency, of all or of each. Raises
+        OSError; then no entry is left."""
+        order = np.argsort(pages.slots)
+        stamps = np.broadcast_to(stamp, order.size)[order]
+        pages = pages.take(order)
         self.table.write(pages.slots, None)
         headers = self._headers_of(pages, generation)
         for run in self._runs(pages.slots):
@@ -199,7 +201,7 @@ class Slab:
             pages.put_payloads(run.start, slots, self.facts.header_bytes)
             headers.seal(run.start, slots)
             self._files.write(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
-        self.table.write(pages.slots, self._entries_of(pages, generation, stamp))
+        self.table.write(pages.slots, self._entries_of(pages, generation, stamps))
 
     def read_pages(self, pages: SlotPages, generation: int) -> Verdicts:
         """Fill the payloads of these pages, each only if it is proven good. Raises OSError if no page
@@ -275,13 +277,13 @@ class Slab:
 
     # ---- entries ----
 
-    def _entries_of(self, pages: SlotPages, generation: int, stamp: int) -> NDArray[np.void]:
+    def _entries_of(self, pages: SlotPages, generation: int, stamps: IntArray) -> NDArray[np.void]:
         entries = np.zeros(len(pages), dtype=self._dtype)
         entries["key"] = pages.keys
         entries["group"] = pages.groups
         entries["span"][:, : pages.spans.shape[1]] = pages.spans
         entries["generation"] = generation
-        entries["stamp"] = stamp
+        entries["stamp"] = stamps
         seal_entries(entries, pages.slots)
         return entries
 

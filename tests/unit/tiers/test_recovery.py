@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvquilt.testing.tier_faults import FaultyFiles, FileFault
+from kvquilt.tiers import queues
 from kvquilt.tiers.directory import MANIFEST
 from kvquilt.tiers.files import Files
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes
@@ -247,3 +249,17 @@ def test_recency_outlives_a_start_that_ends_early(tmp_path: Path) -> None:
         assert tier.state == "off"
         tier.close()
     assert stamps.read_bytes() == before
+
+
+def test_the_tail_goes_before_the_head_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is killed right after a save has kept no stamps: the entries say it."""
+    monkeypatch.setattr(queues, "_BATCH_BYTES", 5 * SLOT_BYTES)
+    tier = make_tier(tmp_path / "disk", LAYOUT, BUDGET)
+    save(tier, CHAIN)
+    shutil.copytree(tmp_path / "disk", tmp_path / "left")
+    tier.close()
+    tier = make_tier(tmp_path / "left", LAYOUT, BUDGET)
+    slots = tier.plan.slots["full"]
+    save(tier, prompt(LAYOUT, 1, units=slots - 4))
+    assert tier.present(CHAIN, 0, 0, 12).tolist() == [True] * 4 + [False] * 8
+    tier.close()
