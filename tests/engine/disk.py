@@ -6,7 +6,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ class DiskRig(Rig):
         and no write is skipped because many others are under way, as they are on a busy machine."""
         self.engine.step_until_idle()
         self.side.pins.cap = 1_000_000
-        self.tier.options = replace(self.tier.options, queue_bytes=1 << 30)
+        self.tier._queues._queue_bytes = 1 << 30
 
     def rest(self) -> None:
         """Nothing is queued or under way, in the engine or below."""
