@@ -4,8 +4,9 @@
 
 DIR must be on the file system to be measured and have a few GiB free (14 GiB for `start`); everything
 is removed afterwards. `rates` needs fio. All rates are of payload; the page's header is our cost. fio
-moves every page through one buffer per thread, which stays in the processor's caches; the tier's pages
-are spread over host memory. So there is a second limit: the plain system calls on the same memory.
+moves every page through one buffer per thread, which stays in the processor's caches, and drops it there;
+the tier's pages are spread over host memory. So there is a second limit: the plain system calls on the
+same memory.
 """
 
 from __future__ import annotations

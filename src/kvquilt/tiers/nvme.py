@@ -256,17 +256,18 @@ class NVMeTier:
     def _reset_in_time(self) -> bool | None:
         """Record a reset in a thread of its own, since a medium that does not answer must not hold up who
         asks; None if there is no answer yet."""
+        deadline = time.monotonic() + self._stall_seconds
         if not self._one_reset.acquire(timeout=self._stall_seconds):
             return None
         try:
             answers: list[bool] = []
-            if _ended(self._resetting, self._stall_seconds):
+            if _ended(self._resetting, max(0.0, deadline - time.monotonic())):
                 thread = threading.Thread(
                     target=lambda: answers.append(self._reset()), name="kvquilt-disk-reset", daemon=True
                 )
                 thread.start()
                 self._resetting = thread  # `close`, which waits for it, may come now
-                if _ended(thread, self._stall_seconds):
+                if _ended(thread, max(0.0, deadline - time.monotonic())):
                     return answers == [True]
             return None
         finally:
@@ -383,7 +384,11 @@ class NVMeTier:
 
     def _keep_up(self) -> None:
         if self._health.state == "starting":
-            self._finish_opening()
+            try:
+                self._finish_opening()
+            except Exception as error:
+                logger.exception("kvquilt: disk: what an earlier run left could not be taken over")
+                self._health.switch_off(str(error))
         while not self._stop.wait(self._tick_seconds):
             try:
                 self._tick()
