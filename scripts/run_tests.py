@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "tests/engine"
 TIERS = "tests/unit/tiers"
 SECOND = [
-    f"{ENGINE}/test_connector_serve.py",
     f"{ENGINE}/test_connector_life.py",
     f"{ENGINE}/test_tensor_parallel.py",
     f"{ENGINE}/test_data_parallel.py",
