@@ -75,19 +75,26 @@ class Queues:
         self._counts.drop(pages.group, "full", sum(ticket.skipped_full.values()))
         if ticket.ticket_id is None:
             return 0
-        grant = ticket.grants[0]
-        # The grant is in order and names each block once; what was offered need not be.
-        order = np.argsort(blocks, kind="stable")
-        places = wanted[order[np.searchsorted(blocks, grant.blocks, sorter=order)]]
-        per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
-        tickets = opened.index.split(ticket.ticket_id, OWNER, per_batch)
-        last = int(grant.blocks[-1])
+        tickets = [ticket.ticket_id]
+        try:
+            per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
+            tickets = opened.index.split(ticket.ticket_id, OWNER, per_batch)
+            grant = ticket.grants[0]
+            # The grant is in order and names each block once; what was offered need not be.
+            order = np.argsort(blocks, kind="stable")
+            places = wanted[order[np.searchsorted(blocks, grant.blocks, sorter=order)]]
+            out = self._slot_pages(pages, places, grant.slots)
+            last = int(grant.blocks[-1])
+            # As the index will have it when all are written: the tail of a dense prefix before its head.
+            dense = self._layout.groups[pages.group].dense
+            stamps = opened.index.now + (last - grant.blocks if dense else np.zeros_like(grant.blocks))
+        except BaseException:
+            for ticket_id in tickets:
+                opened.index.abort(ticket_id, OWNER)
+            raise
         together = Together(len(tickets), last + 1)
-        # As the index will have it when all are written: the tail of a dense prefix before its head.
-        dense = self._layout.groups[pages.group].dense
-        stamps = opened.index.now + (last - grant.blocks if dense else np.zeros_like(grant.blocks))
         for i, ticket_id in enumerate(tickets):
-            part = slice(i * per_batch, (i + 1) * per_batch)
+            part = np.arange(i * per_batch, min((i + 1) * per_batch, len(out)))
             batch = WriteBatch(
                 opened,
                 self._health,
@@ -95,15 +102,16 @@ class Queues:
                 generation,
                 ticket_id,
                 pages.group,
-                self._slot_pages(pages, places[part], grant.slots[part]),
+                out.take(part),
                 stamps[part],
                 ending,
                 together,
             )
             ending.hold()
-            num = len(batch.pages)
-            self._workers.submit(Batch("write", num, num * slab.slot_stride, batch.run, batch.drop))
-        return int(grant.slots.size)
+            self._workers.submit(
+                Batch("write", part.size, part.size * slab.slot_stride, batch.run, batch.drop)
+            )
+        return len(out)
 
     def read(self, opened: Opened, pages: Pages, result: BoolArray, ending: Ending) -> None:
         """Lease what is there of some pages and queue it; `result` says in the end which are proven. Raises
@@ -117,8 +125,12 @@ class Queues:
                 generation = opened.generation
             if lease_id is None:
                 continue
-            places = start + np.flatnonzero(np.isin(wanted, blocks))
-            into = self._slot_pages(pages, places, slots)
+            try:
+                places = start + np.flatnonzero(np.isin(wanted, blocks))
+                into = self._slot_pages(pages, places, slots)
+            except BaseException:
+                opened.index.release(lease_id, OWNER)
+                raise
             batch = ReadBatch(
                 opened,
                 self._health,

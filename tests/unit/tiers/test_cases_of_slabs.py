@@ -258,3 +258,22 @@ def test_however_batches_end_the_tail_of_a_prefix_goes_first(
     assert tier._opened is not None
     assert tier._opened.index.oldest(0, 6, before=1 << 60).tolist() == [5, 4, 3, 2, 1, 0]
     tier.close()
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_memory_that_is_gone_costs_no_slot(tmp_path: Path, call: str) -> None:
+    """The caller's fault, and told so; what was reserved or leased for it is given back."""
+    tier, chain = make_tier(tmp_path, FULL, budget_for(FULL, 10)), prompt(FULL, 0, 10)
+    if call == "load":
+        save(tier, chain)
+    pages = memory_for(tier, chain, 0, range(10), fill=False)
+    pages.memory.release()
+    ended = threading.Event()
+    with pytest.raises(ValueError, match="released"):
+        getattr(tier, call)([pages], lambda *_: ended.set())
+    assert ended.is_set()
+    tier.audit()
+    if call == "save":
+        save(tier, chain)
+    assert load_all(tier, chain) == whole(FULL, chain)
+    tier.close()
