@@ -12,12 +12,12 @@ All kernels live in this one file because the compiler's cache sees changes of o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
-import numba  # type: ignore[import-untyped,unused-ignore]
 import numpy as np
 from numpy.typing import NDArray
+
+from kvquilt.compiled import njit
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
@@ -53,8 +53,6 @@ _ONE = np.uint64(1)
 _STAGE = 64  # blocks whose cache misses overlap
 _STRETCH = 1024  # blocks probed before a prefix is checked for its first hole
 
-F = TypeVar("F", bound=Callable[..., object])
-
 
 class Slots(NamedTuple):
     """Flat state of one arena of n slots. `clock` and `pages` are shared by all arenas."""
@@ -72,14 +70,6 @@ class Slots(NamedTuple):
     meta: I64  # (META_SIZE,)
     clock: I64  # (1,)
     pages: I64  # (groups,) resident pages
-
-
-def njit(function: F) -> F:
-    """Compile lazily and keep the machine code on disk where any place is writable for it."""
-    try:
-        return cast(F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # no writable cache directory, e.g. a read-only installation without a home
-        return cast(F, numba.njit(nogil=True)(function))
 
 
 @njit

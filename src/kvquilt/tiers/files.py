@@ -7,10 +7,11 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Files", "aligned_buffer", "probe_direct"]
+__all__ = ["Calls", "Files", "aligned_buffer", "probe_direct"]
 
 logger = logging.getLogger(__name__)
 _IOV_MAX = 1024
@@ -19,6 +20,19 @@ _IOV_MAX = 1024
 def aligned_buffer(size: int) -> memoryview:
     """Writable memory that starts on a page: direct I/O takes no other."""
     return memoryview(mmap.mmap(-1, size))
+
+
+class Calls:
+    """How many calls move pages at once: `count`, and one less where they write, so that reads find the
+    medium free. More threads than that share them: while some wait for the medium, others copy and
+    check.
+
+    reading, writing: entered around each call.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.reading = threading.Semaphore(count)
+        self.writing = threading.Semaphore(max(1, count - 1))
 
 
 class Files:

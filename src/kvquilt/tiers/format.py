@@ -6,6 +6,7 @@ checked before it is believed: a slot by xxh3-128 over header and payload, the r
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvquilt.store.kernels import njit
+from kvquilt.compiled import njit
 
 __all__ = [
     "BLOCK_BYTES",
@@ -110,6 +111,7 @@ class PageHeader:
     spans: bytes
 
 
+@functools.cache
 def _page_dtype(span_keys: int) -> np.dtype[np.void]:
     """A header as an array's element, for whole batches."""
     fields: list[tuple[str, object, int]] = [
@@ -171,8 +173,9 @@ class PageHeaders:
         """Put headers first, first + 1, ... with their checks in front of the payloads that lie in `slots`,
         shape (m, slot bytes)."""
         slots[:, : self._size] = self._headers[first : first + len(slots)]
-        for row in slots:
-            slot = memoryview(row)
+        rows = slots.reshape(-1).data
+        for start in range(0, slots.size, slots.shape[1]):
+            slot = rows[start : start + slots.shape[1]]
             struct.pack_into("<Q", slot, _HEADER_CHECK, xxhash.xxh3_64_intdigest(slot[: self._size]))
             slot[_PAGE_CHECK:_HEADER_CHECK] = xxhash.xxh3_128_digest(slot)
 
@@ -213,6 +216,7 @@ def _unchecked(header: bytes | memoryview) -> bytes:
     return bytes(header[:_PAGE_CHECK]) + _NO_CHECKS + bytes(header[_PAGE_CHECK + 24 :])
 
 
+@functools.cache
 def entry_dtype(span_keys: int) -> np.dtype[np.void]:
     """A table's entry for one slot; all zero where the slot holds no page.
 

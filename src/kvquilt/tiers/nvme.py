@@ -41,6 +41,7 @@ _TICK_SECONDS = 0.5
 _STAMP_SECONDS = 30.0
 _BAD_PAGES_SECONDS = 60.0  # between two lines in the log
 _DRAIN_SECONDS = 5.0
+_MORE_THREADS = 2  # than calls at once: see `Calls`
 _SLOTS_READ_AT_ONCE = 10_000  # headers that a start waits for; beyond it they are read in the background
 
 
@@ -107,13 +108,14 @@ class NVMeTier:
         self._stop = threading.Event()
         warm_up()
         self._try_open()
-        self._workers = Workers("kvquilt-disk", options.threads, clock)
+        self._workers = Workers("kvquilt-disk", options.threads + _MORE_THREADS, clock)
         self._queues = Queues(
             layout,
             self._workers,
             health=self._health,
             counts=self._counts,
             turn=self._turn,
+            calls=options.threads,
             queue_bytes=options.queue_bytes,
         )
         try:

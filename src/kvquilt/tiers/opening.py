@@ -19,7 +19,7 @@ from kvquilt.layout.namespace import NamespaceFactors
 from kvquilt.sizing import Partition, SlotPlan, arena_indices, plan_slots
 from kvquilt.store import Store, arena_span_keys
 from kvquilt.tiers.directory import Claim, claim_namespace, open_for_reading
-from kvquilt.tiers.files import Files, probe_direct
+from kvquilt.tiers.files import Calls, Files, probe_direct
 from kvquilt.tiers.format import BLOCK_BYTES, FORMAT_VERSION, entry_dtype, header_bytes
 from kvquilt.tiers.manifest import Manifest, ManifestArena, disk_digest
 from kvquilt.tiers.namespaces import namespace_path
@@ -45,7 +45,7 @@ class DiskOptions:
     """Where and how much. path: absolute. num_bytes: of the whole directory, all namespaces and ranks.
 
     write: "never" opens what another process writes, and only reads. dp_rank of dp_size: the rank's
-    subdirectory and share. queue_bytes: payload that may wait to be written.
+    subdirectory and share. threads: as of `Calls`. queue_bytes: payload that may wait to be written.
     """
 
     path: Path
@@ -151,6 +151,7 @@ class Opener:
         self.path = namespace_path(options.path, self._digest.hex(), options.dp_rank)
         self._span_keys = arena_span_keys(layout, partition)
         self._direct = True
+        self._calls = Calls(options.threads)
         self.plan = self._plan(checkpoint_interval, state_interval)
 
     def _plan(self, checkpoint_interval: int | None, state_interval: int | None) -> SlotPlan:
@@ -272,7 +273,13 @@ class Opener:
         def make(index: int, _name: str, num_slots: int, payload_bytes: int) -> Slab:
             facts = self._facts(index, f"arena{index:02d}", num_slots, payload_bytes)
             slab = Slab.open(
-                path, facts, self._files, generation, direct=self._direct, writable=self.writable
+                path,
+                facts,
+                self._files,
+                generation,
+                direct=self._direct,
+                writable=self.writable,
+                calls=self._calls,
             )
             slabs.append(slab)
             return slab

@@ -14,6 +14,7 @@ from kvquilt.tiers.batches import Ending, ReadBatch, Together, WriteBatch
 from kvquilt.tiers.counts import Counts
 from kvquilt.tiers.health import Health
 from kvquilt.tiers.opening import OWNER, Opened
+from kvquilt.tiers.slab import Slab
 from kvquilt.tiers.slot_pages import SlotPages
 from kvquilt.tiers.workers import Batch, Workers
 
@@ -22,14 +23,15 @@ __all__ = ["Queues"]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-_BATCH_BYTES = 4 << 20
+_LEAST_BATCH_BYTES, _BATCH_BYTES = 1 << 20, 8 << 20  # what one thread moves under one ticket or lease
 
 
 class Queues:
     """Queues pages to be written and read.
 
     turn: held while slots are taken from the index together with the generation that they are used under;
-    never while the medium works. queue_bytes: bytes of slots that may wait to be written.
+    never while the medium works. calls: as many of them move pages at once. queue_bytes: bytes of slots
+    that may wait to be written.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Queues:
         health: Health,
         counts: Counts,
         turn: threading.Lock,
+        calls: int,
         queue_bytes: int,
     ) -> None:
         self._layout = layout
@@ -47,6 +50,7 @@ class Queues:
         self._health = health
         self._counts = counts
         self._turn = turn
+        self._calls = calls
         self._queue_bytes = queue_bytes
         self._steps = span_steps(layout)
 
@@ -77,7 +81,7 @@ class Queues:
             return 0
         tickets = [ticket.ticket_id]
         try:
-            per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
+            per_batch = self._pages_per_batch(slab, blocks.size)
             tickets = opened.index.split(ticket.ticket_id, OWNER, per_batch)
             grant = ticket.grants[0]
             # The grant is in order and names each block once; what was offered need not be.
@@ -117,7 +121,7 @@ class Queues:
         """Lease what is there of some pages and queue it; `result` says in the end which are proven. Raises
         KVQuiltError where the index does."""
         slab = opened.slab_of(pages.group)
-        per_batch = max(1, _BATCH_BYTES // slab.slot_stride)
+        per_batch = self._pages_per_batch(slab, pages.blocks.size)
         for start in range(0, pages.blocks.size, per_batch):
             wanted = pages.blocks[start : start + per_batch]
             with self._turn:
@@ -148,6 +152,12 @@ class Queues:
             self._workers.submit(
                 Batch("read", slots.size, slots.size * slab.slot_stride, batch.run, batch.drop)
             )
+
+    def _pages_per_batch(self, slab: Slab, pages: int) -> int:
+        """Few batches cost little; but all calls in flight shall have a part."""
+        share = -(-pages // self._calls)
+        least, most = (max(1, size // slab.slot_stride) for size in (_LEAST_BATCH_BYTES, _BATCH_BYTES))
+        return min(max(share, least), most)
 
     def _slot_pages(self, pages: Pages, places: IntArray, slots: IntArray) -> SlotPages:
         blocks = pages.blocks[places]

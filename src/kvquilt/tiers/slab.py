@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvquilt.store import KnownPages
-from kvquilt.tiers.files import Files, aligned_buffer
+from kvquilt.tiers.files import Calls, Files, aligned_buffer
 from kvquilt.tiers.format import (
     BLOCK_BYTES,
     SLAB_MAGIC,
@@ -71,7 +71,14 @@ class Slab:
     are there, but nothing says intact of what.
     """
 
-    def __init__(self, facts: SlabFacts, fds: tuple[int, int, int], files: Files, generation: int) -> None:
+    def __init__(
+        self,
+        facts: SlabFacts,
+        fds: tuple[int, int, int],
+        files: Files,
+        generation: int,
+        calls: Calls,
+    ) -> None:
         self.facts = facts
         self.generation = generation
         self.index = facts.arena
@@ -86,17 +93,27 @@ class Slab:
         self.table = SlotTable(facts, fds[1], fds[2], files)
         self._writable = False
         self._files = files
+        self._calls = calls
         self._dtype = entry_dtype(facts.span_keys)
-        self._slots_per_run = max(1, _RUN_BYTES // facts.slot_bytes)
+        self._slots_per_run = -(-_RUN_BYTES // facts.slot_bytes)
 
     @classmethod
     def open(
-        cls, directory: Path, facts: SlabFacts, files: Files, generation: int, *, direct: bool, writable: bool
+        cls,
+        directory: Path,
+        facts: SlabFacts,
+        files: Files,
+        generation: int,
+        *,
+        direct: bool,
+        writable: bool,
+        calls: Calls | None = None,
     ) -> Slab:
         """Open or make the three files in `directory`; pages in slots that no longer exist are gone.
 
         Files of other geometry, and damaged ones, are made anew; a damaged table is only emptied. Whoever
-        only reads makes nothing, and can do without all but the slab. Raises OSError.
+        only reads makes nothing, and can do without all but the slab. calls: shared by all slabs of a
+        tier; without them one moves pages at a time. Raises OSError.
         """
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         fds: list[int] = []
@@ -113,7 +130,7 @@ class Slab:
                 if fd >= 0:
                     os.close(fd)
             raise
-        slab = cls(facts, (fds[0], fds[1], fds[2]), files, generation)
+        slab = cls(facts, (fds[0], fds[1], fds[2]), files, generation, calls or Calls(1))
         try:
             slab._prepare(writable)
         except BaseException:
@@ -190,24 +207,27 @@ class Slab:
 
     def write_pages(self, pages: SlotPages, generation: int, stamp: int | IntArray) -> None:
         """Write each page to its slot, and then all entries. stamp: recency, of all or of each. Raises
-        OSError; then no entry is left."""
+        OSError, and then no entry is left; ValueError for a page outside of its memory."""
         order = np.argsort(pages.slots)
         stamps = np.broadcast_to(stamp, order.size)[order]
         pages = pages.take(order)
+        pages.check(self.facts.slot_bytes - self.facts.header_bytes)
         self.table.write(pages.slots, None)
         headers = self._headers_of(pages, generation)
         for run in self._runs(pages.slots):
             buffer, slots = self._buffer(len(run))
             pages.put_payloads(run.start, slots, self.facts.header_bytes)
             headers.seal(run.start, slots)
-            self._files.write(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
+            with self._calls.writing:
+                self._files.write(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
         self.table.write(pages.slots, self._entries_of(pages, generation, stamps))
 
     def read_pages(self, pages: SlotPages, generation: int) -> Verdicts:
         """Fill the payloads of these pages, each only if it is proven good. Raises OSError if no page
-        could be read."""
+        could be read, ValueError as `write_pages`."""
         order = np.argsort(pages.slots)
         pages = pages.take(order)
+        pages.check(self.facts.slot_bytes - self.facts.header_bytes)
         good, unread = np.zeros((2, len(pages)), dtype=np.bool_)
         failure: OSError | None = None
         headers = self._headers_of(pages, generation)
@@ -216,7 +236,8 @@ class Slab:
             run = runs.pop()
             buffer, slots = self._buffer(len(run))
             try:
-                self._files.read(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
+                with self._calls.reading:
+                    self._files.read(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
             except OSError as error:
                 if len(run) > 1:  # one bad block must not take its neighbours with it
                     runs += [range(i, i + 1) for i in run]

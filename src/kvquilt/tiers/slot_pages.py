@@ -7,21 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvquilt.store.kernels import njit
+from kvquilt.compiled import memcpy, njit
 
 __all__ = ["SlotPages", "warm_up"]
 
 IntArray = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
-Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SlotPages:
     """Pages of one slab: where they lie on the medium, what names them, and where in host memory.
 
-    slots, groups, offsets: shape (n,); payload i starts at memory[offsets[i]], a multiple
-    of 8. keys: shape (n, 4).
+    slots, groups, offsets: shape (n,); payload i starts at memory[offsets[i]]. keys: shape (n, 4).
     spans: shape (n, s, 4), the s hashes inside each block.
     """
 
@@ -46,35 +44,39 @@ class SlotPages:
             self.offsets[order],
         )
 
+    def check(self, payload_bytes: int) -> None:
+        """Raises ValueError if a page does not lie inside the memory: the copies look at nothing."""
+        last = self.memory.size - payload_bytes
+        if len(self) and not 0 <= self.offsets.min() <= self.offsets.max() <= last:
+            raise ValueError("a page does not lie inside the memory given for it")
+
     def put_payloads(self, first: int, slots: Bytes, header_bytes: int) -> None:
         """Copy the payloads of pages first, first + 1, ... into `slots`, shape (m, slot bytes)."""
-        offsets = self.offsets[first : first + len(slots)]
-        _gather(self.memory.view(np.uint64), offsets // 8, slots.view(np.uint64), header_bytes // 8)
+        _gather(self.memory, self.offsets[first : first + len(slots)], slots, header_bytes)
 
     def take_payloads(self, first: int, slots: Bytes, header_bytes: int, which: NDArray[np.bool_]) -> None:
         """Copy those payloads of `slots` that are among `which`, shape (m,), to their places."""
-        offsets = self.offsets[first : first + len(slots)][which]
-        rows = np.flatnonzero(which)
-        _scatter(slots.view(np.uint64), rows, header_bytes // 8, self.memory.view(np.uint64), offsets // 8)
+        _scatter(slots, which, header_bytes, self.memory, self.offsets[first : first + len(slots)])
 
 
 @njit
-def _gather(memory: Words, offsets: IntArray, slots: Words, header: int) -> None:
+def _gather(memory: Bytes, offsets: IntArray, slots: Bytes, header: int) -> None:
     size = slots.shape[1] - header
     for i in range(slots.shape[0]):
-        slots[i, header:] = memory[offsets[i] : offsets[i] + size]
+        memcpy(slots.ctypes.data + i * slots.shape[1] + header, memory.ctypes.data + offsets[i], size)
 
 
 @njit
-def _scatter(slots: Words, rows: IntArray, header: int, memory: Words, offsets: IntArray) -> None:
+def _scatter(slots: Bytes, which: NDArray[np.bool_], header: int, memory: Bytes, offsets: IntArray) -> None:
     size = slots.shape[1] - header
-    for i in range(rows.shape[0]):
-        memory[offsets[i] : offsets[i] + size] = slots[rows[i], header:]
+    for i in range(slots.shape[0]):
+        if which[i]:
+            memcpy(memory.ctypes.data + offsets[i], slots.ctypes.data + i * slots.shape[1] + header, size)
 
 
 def warm_up() -> None:
     """Compile both copies before the first pages need them."""
-    memory, slots = np.zeros(2, dtype=np.uint64), np.zeros((1, 2), dtype=np.uint64)
+    memory, slots = np.zeros(16, dtype=np.uint8), np.zeros((1, 16), dtype=np.uint8)
     first = np.zeros(1, dtype=np.int64)
-    _gather(memory, first, slots, 1)
-    _scatter(slots, first, 1, memory, first)
+    _gather(memory, first, slots, 8)
+    _scatter(slots, np.ones(1, dtype=np.bool_), 8, memory, first)

@@ -174,6 +174,8 @@ def make_doubtful(entries: NDArray[np.void]) -> None:
 
 
 def neighbours(slots: IntArray) -> list[range]:
-    """Places of runs of neighbours among slots in ascending order."""
+    """Places of runs of neighbours among different slots in ascending order."""
+    if slots.size and int(slots[-1]) - int(slots[0]) == slots.size - 1:
+        return [range(slots.size)]
     ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), slots.size]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False) if end > start]

@@ -34,12 +34,15 @@ class Batch:
 class Workers:
     """`count` daemon threads. At least one is left for reads while writes are under way, if there are two.
 
-    The condition guards the queues and what each thread is doing; it is never held while a batch runs.
+    One lock guards the queues and what each thread is doing; it is never held while a batch runs. Threads
+    wait for `_queued`, callers for `_changed`: so a batch wakes one thread, not all.
     """
 
     def __init__(self, name: str, count: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._queued = threading.Condition(lock)
         self._queues: dict[Kind, deque[Batch]] = {"read": deque(), "write": deque()}
         self._pages: dict[Kind, int] = {"read": 0, "write": 0}
         self._bytes: dict[Kind, int] = {"read": 0, "write": 0}
@@ -61,7 +64,7 @@ class Workers:
                 self._queues[batch.kind].append(batch)
                 self._pages[batch.kind] += batch.pages
                 self._bytes[batch.kind] += batch.num_bytes
-                self._changed.notify_all()  # one alone might be a caller that waits for idleness
+                self._queued.notify()
         if closed:
             batch.drop()
 
@@ -101,7 +104,7 @@ class Workers:
         """Drop what is queued, and wait for what is under way; False if a thread did not end in time."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._queued.notify_all()
         self.drop_queued()
         deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
@@ -111,7 +114,8 @@ class Workers:
     def _work(self, number: int) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next_kind() is not None)
+                # Whoever ends a batch comes back here for what it has made room for.
+                self._queued.wait_for(lambda: self._closed or self._next_kind() is not None)
                 kind = self._next_kind()
                 if kind is None:
                     return

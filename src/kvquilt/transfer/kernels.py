@@ -7,13 +7,13 @@ core's cache keeps, and an ordinary store first reads the line that it overwrite
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from kvquilt.compiled import memcpy, njit
 
 __all__ = ["STREAMING", "copy_pages", "zero_pages"]
 
@@ -23,28 +23,6 @@ STREAM_FROM_BYTES = 2048
 STREAMING = platform.machine() in ("x86_64", "AMD64")
 _VECTOR = ir.VectorType(ir.IntType(64), 8)
 _VOID = ir.VoidType()
-
-
-def _jit(function: Callable[..., Any]) -> Any:
-    """Compile without the interpreter's lock; keep the result on disk where that is possible."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba found no directory that it may write to
-        return numba.njit(nogil=True)(function)
-
-
-@intrinsic
-def _memcpy(typingctx: Any, dst: Any, src: Any, size: Any) -> Any:
-    """memcpy(dst, src, size) on addresses."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        cgutils.raw_memcpy(
-            builder, builder.inttoptr(args[0], byte), builder.inttoptr(args[1], byte), args[2], 1
-        )
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -86,23 +64,23 @@ def _fence(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
-@_jit
+@njit
 def _copy(dst: int, src: int, size: int, streaming: bool) -> None:
     if not streaming or size < STREAM_FROM_BYTES:
-        _memcpy(dst, src, size)
+        memcpy(dst, src, size)
         return
     head = -dst % LINE
     lines = (size - head) // LINE
     if head:
-        _memcpy(dst, src, head)
+        memcpy(dst, src, head)
     for i in range(lines):
         _stream_line(dst + head + i * LINE, src + head + i * LINE)
     done = head + lines * LINE
     if done < size:
-        _memcpy(dst + done, src + done, size - done)
+        memcpy(dst + done, src + done, size - done)
 
 
-@_jit
+@njit
 def copy_pages(
     group: Any,
     block: Any,
@@ -134,7 +112,7 @@ def copy_pages(
     _fence()
 
 
-@_jit
+@njit
 def zero_pages(group: Any, block: Any, first: Any, address: Any, stride: Any, size: Any) -> None:
     """Fill blocks with zeros; tables as in `plan.Tables`."""
     for i in range(group.size):

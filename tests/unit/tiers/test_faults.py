@@ -355,12 +355,12 @@ def test_a_directory_that_is_removed_under_a_read(rig: Rig) -> None:
 
 def test_a_read_that_hangs_switches_it_off_until_it_ends(rig: Rig) -> None:
     tier = rig.open()
-    chains = [rig.source.chain(f"c{i}", 64) for i in range(8)]
+    chains = [rig.source.chain(f"c{i}", 64) for i in range(9)]
     for chain in chains:
         rig.source.save(tier, chain)
     with rig.files.inject(FileFault({"read"}, effect="hang", match=".slab", from_offset=DATA)) as fault:
         hung = []
-        for chain in chains[:6]:  # more than there are threads
+        for chain in chains[:8]:  # more than there are threads
             target, ended = rig.source.blank(chain, 0), rig.source.ended()
             tier.load([target], ended)
             hung.append((target, ended))
@@ -370,7 +370,7 @@ def test_a_read_that_hangs_switches_it_off_until_it_ends(rig: Rig) -> None:
         assert "no answer for 10 s" in tier.stats().why
         until(lambda: sum(ended.calls for _, ended in hung) == 2)  # those that no thread had begun
         other = rig.source.ended()
-        tier.load([rig.source.blank(chains[7], 0)], other)
+        tier.load([rig.source.blank(chains[8], 0)], other)
         assert other.calls == 1  # at once
         assert not other.results[0].any()
         assert rig.source.save(tier, rig.source.chain("new", 64)) == 0
