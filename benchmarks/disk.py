@@ -1,6 +1,6 @@
 """The disk tier: rates beside fio, start-up, bytes written per token, and a warm start from disk.
 
-    python benchmarks/disk.py DIR [--json] [--parts rates start tokens ttft] [--rounds 5] [--mib 1024]
+    python benchmarks/disk.py DIR [--json] [--parts rates start tokens ttft] [--rounds 5] [--mib 1024] [--kib 64 256 1024 4096]
 
 DIR must be on the file system to be measured and have a few GiB free (14 GiB for `start`); everything
 is removed afterwards. `rates` needs fio. All rates are of payload; the page's header is our cost. fio
@@ -169,12 +169,12 @@ def fio(folder: Path, kind: str, page_bytes: int, total_bytes: int) -> float:
     return float(job["write" if "write" in kind else "read"]["bw_bytes"])
 
 
-def rates(root: Path, rounds: int, mib: int) -> list[dict[str, Any]]:
+def rates(root: Path, rounds: int, mib: int, sizes: list[int]) -> list[dict[str, Any]]:
     if shutil.which("fio") is None:
         print("fio is not installed: no rates", file=sys.stderr)
         return []
     rows = []
-    for kib in PAGE_KIB:
+    for kib in sizes:
         with scratch(root) as folder:
             page, total = kib << 10, mib << 20
             subject = TierUnderTest(folder / "tier", page, total)
@@ -346,11 +346,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["rates", "start", "tokens", "ttft"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes of `rates`")
     given = parser.parse_args()
     warm_up()
     found: dict[str, Any] = {}
     if "rates" in given.parts:
-        found["rates"] = rates(given.directory.resolve(), given.rounds, given.mib)
+        found["rates"] = rates(given.directory.resolve(), given.rounds, given.mib, given.kib)
     if "start" in given.parts:
         found["start"] = start(given.directory.resolve(), given.rounds)
     if {"tokens", "ttft"} & set(given.parts):

@@ -87,7 +87,7 @@ class Queues:
             # The grant is in order and names each block once; what was offered need not be.
             order = np.argsort(blocks, kind="stable")
             places = wanted[order[np.searchsorted(blocks, grant.blocks, sorter=order)]]
-            out = self._slot_pages(pages, places, grant.slots)
+            out = self._slot_pages(slab, pages, places, grant.slots)
             last = int(grant.blocks[-1])
             # As the index will have it when all are written: the tail of a dense prefix before its head.
             dense = self._layout.groups[pages.group].dense
@@ -131,7 +131,7 @@ class Queues:
                 continue
             try:
                 places = start + np.flatnonzero(np.isin(wanted, blocks))
-                into = self._slot_pages(pages, places, slots)
+                into = self._slot_pages(slab, pages, places, slots)
             except BaseException:
                 opened.index.release(lease_id, OWNER)
                 raise
@@ -159,13 +159,18 @@ class Queues:
         least, most = (max(1, size // slab.slot_stride) for size in (_LEAST_BATCH_BYTES, _BATCH_BYTES))
         return min(max(share, least), most)
 
-    def _slot_pages(self, pages: Pages, places: IntArray, slots: IntArray) -> SlotPages:
-        blocks = pages.blocks[places]
+    def _slot_pages(self, slab: Slab, pages: Pages, places: IntArray, slots: IntArray) -> SlotPages:
+        """Those pages of an offer. Raises ValueError if they do not lie inside its memory."""
+        blocks, offsets = pages.blocks[places], pages.offsets[places]
+        memory = np.frombuffer(pages.memory, dtype=np.uint8)
+        payload_bytes = slab.facts.slot_bytes - slab.facts.header_bytes
+        if places.size and not 0 <= offsets.min() <= offsets.max() <= memory.size - payload_bytes:
+            raise ValueError(f"pages of {payload_bytes} bytes lie outside of the memory given for them")
         return SlotPages(
             slots,
             np.full(slots.size, pages.group, dtype=np.int64),
             pages.chain.keys(pages.group)[blocks],
             pages.chain.spans(pages.group, self._steps.get(pages.group, 0), blocks),
-            np.frombuffer(pages.memory, dtype=np.uint8),
-            pages.offsets[places],
+            memory,
+            offsets,
         )

@@ -207,11 +207,10 @@ class Slab:
 
     def write_pages(self, pages: SlotPages, generation: int, stamp: int | IntArray) -> None:
         """Write each page to its slot, and then all entries. stamp: recency, of all or of each. Raises
-        OSError, and then no entry is left; ValueError for a page outside of its memory."""
+        OSError; then no entry is left."""
         order = np.argsort(pages.slots)
         stamps = np.broadcast_to(stamp, order.size)[order]
         pages = pages.take(order)
-        pages.check(self.facts.slot_bytes - self.facts.header_bytes)
         self.table.write(pages.slots, None)
         headers = self._headers_of(pages, generation)
         for run in self._runs(pages.slots):
@@ -224,10 +223,9 @@ class Slab:
 
     def read_pages(self, pages: SlotPages, generation: int) -> Verdicts:
         """Fill the payloads of these pages, each only if it is proven good. Raises OSError if no page
-        could be read, ValueError as `write_pages`."""
+        could be read."""
         order = np.argsort(pages.slots)
         pages = pages.take(order)
-        pages.check(self.facts.slot_bytes - self.facts.header_bytes)
         good, unread = np.zeros((2, len(pages)), dtype=np.bool_)
         failure: OSError | None = None
         headers = self._headers_of(pages, generation)

@@ -17,7 +17,8 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SlotPages:
-    """Pages of one slab: where they lie on the medium, what names them, and where in host memory.
+    """Pages of one slab: where they lie on the medium, what names them, and where in host memory. Whoever
+    makes it checks that they lie in it: the copies look at nothing.
 
     slots, groups, offsets: shape (n,); payload i starts at memory[offsets[i]]. keys: shape (n, 4).
     spans: shape (n, s, 4), the s hashes inside each block.
@@ -43,12 +44,6 @@ class SlotPages:
             self.memory,
             self.offsets[order],
         )
-
-    def check(self, payload_bytes: int) -> None:
-        """Raises ValueError if a page does not lie inside the memory: the copies look at nothing."""
-        last = self.memory.size - payload_bytes
-        if len(self) and not 0 <= self.offsets.min() <= self.offsets.max() <= last:
-            raise ValueError("a page does not lie inside the memory given for it")
 
     def put_payloads(self, first: int, slots: Bytes, header_bytes: int) -> None:
         """Copy the payloads of pages first, first + 1, ... into `slots`, shape (m, slot bytes)."""

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -260,16 +261,22 @@ def test_however_batches_end_the_tail_of_a_prefix_goes_first(
     tier.close()
 
 
+@pytest.mark.parametrize("fault", ["gone", "too short", "before its start"])
 @pytest.mark.parametrize("call", ["save", "load"])
-def test_memory_that_is_gone_costs_no_slot(tmp_path: Path, call: str) -> None:
+def test_memory_that_is_not_there_costs_no_slot(tmp_path: Path, call: str, fault: str) -> None:
     """The caller's fault, and told so; what was reserved or leased for it is given back."""
     tier, chain = make_tier(tmp_path, FULL, budget_for(FULL, 10)), prompt(FULL, 0, 10)
     if call == "load":
         save(tier, chain)
     pages = memory_for(tier, chain, 0, range(10), fill=False)
-    pages.memory.release()
+    if fault == "gone":
+        pages.memory.release()
+    elif fault == "too short":
+        pages = replace(pages, memory=pages.memory[: len(pages.memory) - 1])
+    else:
+        pages = replace(pages, offsets=pages.offsets - 4096)
     ended = threading.Event()
-    with pytest.raises(ValueError, match="released"):
+    with pytest.raises(ValueError, match=r"released|outside of the memory"):
         getattr(tier, call)([pages], lambda *_: ended.set())
     assert ended.is_set()
     tier.audit()

@@ -399,6 +399,24 @@ def test_a_write_that_hangs_keeps_its_memory_until_it_ends(rig: Rig) -> None:
     assert rig.source.load(tier, chain, 0).all()
 
 
+def test_writes_leave_a_call_to_reads(rig: Rig) -> None:
+    """Of four calls at once three write; more threads have their pages ready, and one is left for reads."""
+    tier, kept = rig.open(), rig.source.chain("kept", 64)
+    rig.source.save(tier, kept)
+    chains = [rig.source.chain(f"c{i}", 64) for i in range(8)]
+    with rig.files.inject(FileFault({"write"}, effect="hang", match=".slab", from_offset=DATA)) as fault:
+        saved = [rig.source.ended() for _ in chains]
+        for chain, ended in zip(chains, saved, strict=True):
+            assert tier.save([rig.source.pages(chain, 0)], ended) == 4
+        until(lambda: len(tier._workers._busy) == tier._workers._writers == 5)
+        until(lambda: fault.num_waiting == 3)
+        assert rig.source.load(tier, kept, 0).all()
+        assert fault.num_waiting == 3
+    for ended in saved:
+        ended.wait()
+    assert all(rig.source.load(tier, chain, 0).all() for chain in chains)
+
+
 def test_what_the_queue_is_said_to_have_room_for_is_not_refused(rig: Rig) -> None:
     """Slots are longer than pages by their headers, here by as much as the page itself."""
     tier, chain = rig.open(queue_bytes=256 << 10), rig.source.chain("a", 64 * 16)
