@@ -1,12 +1,13 @@
 """The disk tier: rates beside fio, start-up, bytes written per token, and a warm start from disk.
 
-    python benchmarks/disk.py DIR [--json] [--parts rates start tokens ttft] [--rounds 5] [--mib 1024] [--kib 64 256 1024 4096]
+    python benchmarks/disk.py DIR [--json] [--parts rates start tokens ttft] [--rounds 5] [--mib 1024]
+        [--kib 64 256 1024 4096]
 
 DIR must be on the file system to be measured and have a few GiB free (14 GiB for `start`); everything
 is removed afterwards. `rates` needs fio. All rates are of payload; the page's header is our cost. fio
-moves every page through one buffer per thread, which stays in the processor's caches, and drops it there;
-the tier's pages are spread over host memory. So there is a second limit: the plain system calls on the
-same memory.
+moves every page through one buffer per thread, which stays in the processor's caches; left alone it writes
+the same bytes again and again, which nobody does who has something to keep. So there are two more limits:
+fio with fresh data in each write (--refill_buffers), and the plain system calls on the tier's memory.
 """
 
 from __future__ import annotations
@@ -152,9 +153,9 @@ class PlainCalls:
         return subject.count * page / (time.perf_counter() - started)
 
 
-def fio(folder: Path, kind: str, page_bytes: int, total_bytes: int) -> float:
+def fio(folder: Path, kind: str, page_bytes: int, total_bytes: int, *, fresh: bool = False) -> float:
     """fio's rate with direct I/O in bytes per second: as many threads, one call at a time each. The tier
-    leaves one of its threads to reads while it writes."""
+    leaves one of its calls to reads while it writes. fresh: new data in each write."""
     jobs = THREADS - 1 if kind == "write" else THREADS
     share = total_bytes // jobs // page_bytes * page_bytes
     command = [
@@ -162,7 +163,7 @@ def fio(folder: Path, kind: str, page_bytes: int, total_bytes: int) -> float:
         f"--size={share}", "--direct=1", "--ioengine=psync", "--thread", f"--numjobs={jobs}",
         f"--io_size={share}", f"--offset_increment={share}",
         "--group_reporting", "--output-format=json", "--randrepeat=0", "--fallocate=none",
-        "--refill_buffers=0", "--overwrite=1",
+        f"--refill_buffers={fresh:d}", "--overwrite=1",
     ]  # fmt: skip
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     job = json.loads(out[out.index("{") :])["jobs"][0]
@@ -185,6 +186,7 @@ def rates(root: Path, rounds: int, mib: int, sizes: list[int]) -> list[dict[str,
             sides: dict[str, Callable[[], float]] = {
                 "write": subject.write,
                 "fio write": lambda f=folder, p=page, t=total: fio(f, "write", p, t),
+                "fresh write": lambda f=folder, p=page, t=total: fio(f, "write", p, t, fresh=True),
                 "plain write": lambda p=plain: p.run("write"),
                 "read": subject.read,
                 "fio read": lambda f=folder, p=page, t=total: fio(f, "randread", p, t),
@@ -198,27 +200,20 @@ def rates(root: Path, rounds: int, mib: int, sizes: list[int]) -> list[dict[str,
                     seen[name].append(sides[name]())
             subject.tier.close()
             for kind in ("write", "read"):
-                ratios = [a / b for a, b in zip(seen[kind], seen[f"fio {kind}"], strict=True)]
-                rows.append(
-                    {
-                        "page_kib": kib,
-                        "kind": kind,
-                        "mb_per_s": round(statistics.median(seen[kind]) / 1e6),
-                        "fio_mb_per_s": round(statistics.median(seen[f"fio {kind}"]) / 1e6),
-                        "plain_mb_per_s": round(statistics.median(seen[f"plain {kind}"]) / 1e6),
-                        "ratio_to_plain": round(
-                            statistics.median(
-                                a / b for a, b in zip(seen[kind], seen[f"plain {kind}"], strict=True)
-                            ),
-                            3,
-                        ),
-                        "ratio": round(statistics.median(ratios), 3),
-                        "least": round(min(ratios), 3),
-                        "most": round(max(ratios), 3),
-                        "target": RATE_TARGET if kib <= 1024 else None,
-                    }
-                )
-                print(rows[-1], file=sys.stderr)
+                row: dict[str, Any] = {"page_kib": kib, "kind": kind}
+                row["mb_per_s"] = round(statistics.median(seen[kind]) / 1e6)
+                row["target"] = RATE_TARGET if kib <= 1024 else None
+                for limit in ("fio", "fresh", "plain"):
+                    if of_limit := seen.get(f"{limit} {kind}"):
+                        ratios = [a / b for a, b in zip(seen[kind], of_limit, strict=True)]
+                        row[limit] = {
+                            "mb_per_s": round(statistics.median(of_limit) / 1e6),
+                            "ratio": round(statistics.median(ratios), 3),
+                            "least": round(min(ratios), 3),
+                            "most": round(max(ratios), 3),
+                        }
+                rows.append(row)
+                print(row, file=sys.stderr)
     return rows
 
 
@@ -360,13 +355,14 @@ def main() -> None:
         print(json.dumps(found, indent=1))
         return
     for row in found.get("rates", []):
-        limit = f" (target {row['target']})" if row["target"] else ""
-        print(
-            f"{row['page_kib']:>5} KiB {row['kind']:<5} {row['mb_per_s']:>6} MB/s, "
-            f"plain calls {row['plain_mb_per_s']:>6}: {row['ratio_to_plain']:.2f}, "
-            f"fio {row['fio_mb_per_s']:>6}: "
-            f"{row['ratio']:.3f}{limit}, {row['least']:.2f} to {row['most']:.2f}"
-        )
+        print(f"{row['page_kib']:>5} KiB {row['kind']:<5} {row['mb_per_s']:>6} MB/s", end="")
+        for name, label in (("fio", "fio"), ("fresh", "fio, fresh data"), ("plain", "plain calls")):
+            if limit := row.get(name):
+                least, most = limit["least"], limit["most"]
+                print(
+                    f"; {label} {limit['mb_per_s']}: {limit['ratio']:.2f} ({least:.2f} to {most:.2f})", end=""
+                )
+        print(f"; target {row['target']} of fio" if row["target"] else "")
     for part in ("start", "engine"):
         for name, value in found.get(part, {}).items():
             print(f"{name}: {value}")

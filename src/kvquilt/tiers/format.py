@@ -169,15 +169,14 @@ class PageHeaders:
         self._size = facts.dtype.itemsize
         self._headers = facts.view(np.uint8).reshape(len(slots), self._size)
 
-    def seal(self, first: int, slots: NDArray[np.uint8]) -> None:
-        """Put headers first, first + 1, ... with their checks in front of the payloads that lie in `slots`,
-        shape (m, slot bytes)."""
-        slots[:, : self._size] = self._headers[first : first + len(slots)]
-        rows = slots.reshape(-1).data
-        for start in range(0, slots.size, slots.shape[1]):
-            slot = rows[start : start + slots.shape[1]]
-            struct.pack_into("<Q", slot, _HEADER_CHECK, xxhash.xxh3_64_intdigest(slot[: self._size]))
-            slot[_PAGE_CHECK:_HEADER_CHECK] = xxhash.xxh3_128_digest(slot)
+    def seal(self, place: int, header: memoryview, payload: memoryview) -> None:
+        """Put the header at this place of the batch, with its checks for this payload, into `header`, of a
+        header's length."""
+        header[:] = self._headers[place].data
+        struct.pack_into("<Q", header, _HEADER_CHECK, xxhash.xxh3_64_intdigest(header))
+        page = xxhash.xxh3_128(header)
+        page.update(payload)
+        header[_PAGE_CHECK:_HEADER_CHECK] = page.digest()
 
     def proves(self, first: int, slots: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """For each of `slots` as they were read, header and payload: is it the intact page first, first + 1,

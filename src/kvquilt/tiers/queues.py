@@ -12,6 +12,7 @@ from kvquilt.store import Want, span_steps
 from kvquilt.tiers.base import Pages
 from kvquilt.tiers.batches import Ending, ReadBatch, Together, WriteBatch
 from kvquilt.tiers.counts import Counts
+from kvquilt.tiers.format import BLOCK_BYTES
 from kvquilt.tiers.health import Health
 from kvquilt.tiers.opening import OWNER, Opened
 from kvquilt.tiers.slab import Slab
@@ -160,12 +161,15 @@ class Queues:
         return min(max(share, least), most)
 
     def _slot_pages(self, slab: Slab, pages: Pages, places: IntArray, slots: IntArray) -> SlotPages:
-        """Those pages of an offer. Raises ValueError if they do not lie inside its memory."""
+        """Those pages of an offer. Raises ValueError if they do not lie inside its memory, or not as direct
+        I/O needs them."""
         blocks, offsets = pages.blocks[places], pages.offsets[places]
         memory = np.frombuffer(pages.memory, dtype=np.uint8)
         payload_bytes = slab.facts.slot_bytes - slab.facts.header_bytes
         if places.size and not 0 <= offsets.min() <= offsets.max() <= memory.size - payload_bytes:
             raise ValueError(f"pages of {payload_bytes} bytes lie outside of the memory given for them")
+        if ((memory.ctypes.data + offsets) % BLOCK_BYTES).any():
+            raise ValueError(f"pages to save or load have to be aligned to {BLOCK_BYTES} bytes")
         return SlotPages(
             slots,
             np.full(slots.size, pages.group, dtype=np.int64),

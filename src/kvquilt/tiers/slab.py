@@ -41,9 +41,9 @@ __all__ = ["Recovered", "Slab", "Verdicts"]
 logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
 
-_RUN_BYTES = 1 << 20  # neighbouring slots that go in one system call, and fit in the processor's caches
+_RUN_BYTES = 1 << 20  # neighbouring slots that go in one system call; if read, they fit in the caches
 _SCAN_REPORT = 100_000  # slots between two lines of progress
-_local = threading.local()  # each thread's memory for the slots of one system call, of any slab
+_local = threading.local()
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,12 +214,21 @@ class Slab:
         self.table.write(pages.slots, None)
         headers = self._headers_of(pages, generation)
         for run in self._runs(pages.slots):
-            buffer, slots = self._buffer(len(run))
-            pages.put_payloads(run.start, slots, self.facts.header_bytes)
-            headers.seal(run.start, slots)
+            pieces = self._sealed(pages, headers, run)
             with self._calls.writing:
-                self._files.write(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
+                self._files.write(self.fd, pieces, self._offset(int(pages.slots[run.start])))
         self.table.write(pages.slots, self._entries_of(pages, generation, stamps))
+
+    def _sealed(self, pages: SlotPages, headers: PageHeaders, run: range) -> list[memoryview]:
+        """The slots of neighbours, header and payload in turns: payloads go out from where they lie."""
+        size = self.facts.header_bytes
+        memory, pieces = _own_memory("headers", len(run) * size), []
+        for done, place in enumerate(run):
+            header = memory[done * size : (done + 1) * size]
+            payload = pages.payload(place, self.facts.slot_bytes - size)
+            headers.seal(place, header, payload)
+            pieces += [header, payload]
+        return pieces
 
     def read_pages(self, pages: SlotPages, generation: int) -> Verdicts:
         """Fill the payloads of these pages, each only if it is proven good. Raises OSError if no page
@@ -232,7 +241,8 @@ class Slab:
         runs = self._runs(pages.slots)
         while runs:
             run = runs.pop()
-            buffer, slots = self._buffer(len(run))
+            size = self.facts.slot_bytes
+            buffer = _own_memory("slots", len(run) * size)
             try:
                 with self._calls.reading:
                     self._files.read(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
@@ -243,6 +253,7 @@ class Slab:
                     unread[run.start] = True
                 failure = error
                 continue
+            slots = np.frombuffer(buffer, dtype=np.uint8).reshape(len(run), size)
             proven = headers.proves(run.start, slots)
             pages.take_payloads(run.start, slots, self.facts.header_bytes, proven)
             good[run.start : run.stop] = proven
@@ -278,18 +289,6 @@ class Slab:
             keys=pages.keys,
             spans=pages.spans,
         )
-
-    def _buffer(self, slots: int) -> tuple[memoryview, NDArray[np.uint8]]:
-        """This thread's memory for so many slots, also with a row for each; the same each time.
-
-        It stays in the processor's caches, where the medium moves bytes, and checks are made, faster than
-        in pages all over host memory."""
-        size = self.facts.slot_bytes
-        kept: memoryview | None = getattr(_local, "slots", None)
-        if kept is None or len(kept) < self._slots_per_run * size:
-            kept = _local.slots = aligned_buffer(self._slots_per_run * size)
-        part = kept[: slots * size]
-        return part, np.frombuffer(part, dtype=np.uint8).reshape(slots, size)
 
     def _offset(self, slot: int) -> int:
         return BLOCK_BYTES + slot * self.facts.slot_bytes
@@ -389,3 +388,15 @@ class Slab:
             os.close(self.fd)
         self.fd = -1
         self.table.close()
+
+
+def _own_memory(purpose: str, size: int) -> memoryview:
+    """This thread's memory for one purpose, the same each time, of any slab.
+
+    What is read stays there in the processor's caches, where the medium moves bytes, and checks are made,
+    faster than in pages all over host memory."""
+    kept: memoryview | None = getattr(_local, purpose, None)
+    if kept is None or len(kept) < size:
+        kept = aligned_buffer(size)
+        setattr(_local, purpose, kept)
+    return kept[:size]

@@ -1,4 +1,4 @@
-"""`SlotPages`: a batch of pages as arrays, and the copies between their places and whole slots."""
+"""`SlotPages`: a batch of pages as arrays, and the copy from whole slots to their places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bytes = NDArray[np.uint8]
 @dataclass(frozen=True, eq=False, slots=True)
 class SlotPages:
     """Pages of one slab: where they lie on the medium, what names them, and where in host memory. Whoever
-    makes it checks that they lie in it: the copies look at nothing.
+    makes it checks that they lie in it: the copy looks at nothing.
 
     slots, groups, offsets: shape (n,); payload i starts at memory[offsets[i]]. keys: shape (n, 4).
     spans: shape (n, s, 4), the s hashes inside each block.
@@ -45,20 +45,14 @@ class SlotPages:
             self.offsets[order],
         )
 
-    def put_payloads(self, first: int, slots: Bytes, header_bytes: int) -> None:
-        """Copy the payloads of pages first, first + 1, ... into `slots`, shape (m, slot bytes)."""
-        _gather(self.memory, self.offsets[first : first + len(slots)], slots, header_bytes)
+    def payload(self, place: int, size: int) -> memoryview:
+        """A page's payload, where it lies."""
+        start = int(self.offsets[place])
+        return self.memory[start : start + size].data
 
     def take_payloads(self, first: int, slots: Bytes, header_bytes: int, which: NDArray[np.bool_]) -> None:
         """Copy those payloads of `slots` that are among `which`, shape (m,), to their places."""
         _scatter(slots, which, header_bytes, self.memory, self.offsets[first : first + len(slots)])
-
-
-@njit
-def _gather(memory: Bytes, offsets: IntArray, slots: Bytes, header: int) -> None:
-    size = slots.shape[1] - header
-    for i in range(slots.shape[0]):
-        memcpy(slots.ctypes.data + i * slots.shape[1] + header, memory.ctypes.data + offsets[i], size)
 
 
 @njit
@@ -70,8 +64,7 @@ def _scatter(slots: Bytes, which: NDArray[np.bool_], header: int, memory: Bytes,
 
 
 def warm_up() -> None:
-    """Compile both copies before the first pages need them."""
+    """Compile the copy before the first pages need it."""
     memory, slots = np.zeros(16, dtype=np.uint8), np.zeros((1, 16), dtype=np.uint8)
     first = np.zeros(1, dtype=np.int64)
-    _gather(memory, first, slots, 8)
     _scatter(slots, np.ones(1, dtype=np.bool_), 8, memory, first)

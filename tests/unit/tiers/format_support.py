@@ -28,9 +28,7 @@ def _slot(header: memoryview, payload: memoryview) -> NDArray[np.uint8]:
 
 def pack_page(header: memoryview, page: PageHeader, payload: memoryview) -> None:
     """Write the header of `page` with its checks into `header`, whole blocks long."""
-    slot = _slot(header, payload)
-    _headers(page).seal(0, slot)
-    header[:] = memoryview(slot[0, : len(header)])
+    _headers(page).seal(0, header, payload)
 
 
 def verify_page(header: memoryview, payload: memoryview, page: PageHeader) -> bool:

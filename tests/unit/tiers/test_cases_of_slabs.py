@@ -261,7 +261,7 @@ def test_however_batches_end_the_tail_of_a_prefix_goes_first(
     tier.close()
 
 
-@pytest.mark.parametrize("fault", ["gone", "too short", "before its start"])
+@pytest.mark.parametrize("fault", ["gone", "too short", "before its start", "not aligned"])
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_memory_that_is_not_there_costs_no_slot(tmp_path: Path, call: str, fault: str) -> None:
     """The caller's fault, and told so; what was reserved or leased for it is given back."""
@@ -273,10 +273,12 @@ def test_memory_that_is_not_there_costs_no_slot(tmp_path: Path, call: str, fault
         pages.memory.release()
     elif fault == "too short":
         pages = replace(pages, memory=pages.memory[: len(pages.memory) - 1])
-    else:
+    elif fault == "before its start":
         pages = replace(pages, offsets=pages.offsets - 4096)
+    else:
+        pages = replace(pages, memory=pages.memory[8:], offsets=pages.offsets[:-1], blocks=pages.blocks[:-1])
     ended = threading.Event()
-    with pytest.raises(ValueError, match=r"released|outside of the memory"):
+    with pytest.raises(ValueError, match=r"released|outside of the memory|aligned"):
         getattr(tier, call)([pages], lambda *_: ended.set())
     assert ended.is_set()
     tier.audit()

@@ -365,6 +365,7 @@ def test_a_read_that_hangs_switches_it_off_until_it_ends(rig: Rig) -> None:
             tier.load([target], ended)
             hung.append((target, ended))
         fault.wait_for_calls(4)
+        until(lambda: len(tier._workers._busy) == 6)  # two wait to be among the four
         rig.clock.now += 11.0
         until(lambda: tier.state == "off")
         assert "no answer for 10 s" in tier.stats().why

@@ -22,7 +22,7 @@ from kvquilt.errors import ConfigError
 from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.tiers import NVMeTier
 from kvquilt.tiers import fsck as fsck_module
-from kvquilt.tiers.files import Files
+from kvquilt.tiers.files import Files, aligned_buffer
 from kvquilt.tiers.format import BLOCK_BYTES, entry_dtype, header_bytes
 from kvquilt.tiers.fsck import FsckReport, GroupReport, fsck
 from kvquilt.tiers.slot_pages import SlotPages
@@ -347,12 +347,14 @@ def test_a_key_in_two_slots_is_one_page_and_one_orphan(root: Path, space: Path) 
         slab = tier._opened.slabs[FULL]  # type: ignore[union-attr]
         key = PROMPTS[0].keys(FULL)[0]
         size = tier.plan.slot_bytes["full"]
+        memory = np.frombuffer(aligned_buffer(size), dtype=np.uint8)
+        memory[:] = content(FULL, key, size)
         one = SlotPages(
             np.asarray([slot], dtype=np.int64),
             np.asarray([FULL], dtype=np.int64),
             key.reshape(1, 4),
             np.zeros((1, 1, 4), dtype=np.uint64),
-            content(FULL, key, size),
+            memory,
             np.zeros(1, dtype=np.int64),
         )
         slab.write_pages(one, 1, 5)
