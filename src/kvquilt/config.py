@@ -41,7 +41,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     disk_bytes: the most that may lie in it, of all namespaces and data-parallel ranks together.
     disk_write: "through" writes each page soon after it was saved; "evicted" only pages that are about
         to leave host memory; "never" reads what another process writes.
-    disk_threads: threads that read and write.
+    disk_threads: calls on the disk at a time, one less of them writes.
     disk_reclaim: "auto" removes the namespaces least recently used at start if room is needed;
         "refuse" does not start then.
     disk_lora: keep pages of LoRA requests on disk, too: only if an adapter's name always means the same
