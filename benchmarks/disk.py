@@ -183,21 +183,22 @@ def rates(root: Path, rounds: int, mib: int, sizes: list[int]) -> list[dict[str,
             fio(folder, "write", page, total)
             plain = PlainCalls(folder, subject)
             plain.run("write")
-            sides: dict[str, Callable[[], float]] = {
-                "write": subject.write,
-                "fio write": lambda f=folder, p=page, t=total: fio(f, "write", p, t),
-                "fresh write": lambda f=folder, p=page, t=total: fio(f, "write", p, t, fresh=True),
-                "plain write": lambda p=plain: p.run("write"),
-                "read": subject.read,
-                "fio read": lambda f=folder, p=page, t=total: fio(f, "randread", p, t),
-                "plain read": lambda p=plain: p.run("read"),
-            }
-            seen: dict[str, list[float]] = {name: [] for name in sides}
+            # Each reads what it has just written: what the host keeps of a virtual disk is the same for all.
+            sides: list[dict[str, Callable[[], float]]] = [
+                {"write": subject.write, "read": subject.read},
+                {
+                    "fio write": lambda f=folder, p=page, t=total: fio(f, "write", p, t),
+                    "fio read": lambda f=folder, p=page, t=total: fio(f, "randread", p, t),
+                },
+                {"plain write": lambda p=plain: p.run("write"), "plain read": lambda p=plain: p.run("read")},
+                {"fresh write": lambda f=folder, p=page, t=total: fio(f, "write", p, t, fresh=True)},
+            ]
+            seen: dict[str, list[float]] = {name: [] for side in sides for name in side}
             order = random.Random(0)
             for _ in range(rounds):
-                # What follows what makes a difference of its own.
-                for name in order.sample(list(sides), len(sides)):
-                    seen[name].append(sides[name]())
+                for side in order.sample(sides, len(sides)):
+                    for name, run in side.items():
+                        seen[name].append(run())
             subject.tier.close()
             for kind in ("write", "read"):
                 row: dict[str, Any] = {"page_kib": kib, "kind": kind}
