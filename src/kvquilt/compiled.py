@@ -20,7 +20,7 @@ def njit(function: F) -> F:
     writable for it."""
     try:
         return cast(F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:
+    except RuntimeError:  # no writable cache directory, e.g. a read-only installation without a home
         return cast(F, numba.njit(nogil=True)(function))
 
 
