@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import mmap
 import os
 import random
 import shutil
@@ -34,7 +33,8 @@ import numpy as np
 
 from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.layout.namespace import NamespaceFactors
-from kvquilt.store import Chain, warm_up
+from kvquilt.store import Arena, Chain, map_memory, warm_up
+from kvquilt.store.pool import EXTENT_BYTES, Prefault
 from kvquilt.tiers import DiskOptions, NVMeTier, Pages
 from kvquilt.tiers.format import entry_dtype, seal_entries
 
@@ -75,6 +75,15 @@ def scratch(root: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def host_ram(num_bytes: int) -> memoryview:
+    """Memory as the pools in host RAM have it."""
+    arena = Arena(0, "bench", num_bytes // EXTENT_BYTES, EXTENT_BYTES)
+    Prefault([arena]).run()
+    memory = map_memory(arena.fd, num_bytes)
+    arena.close()
+    return memory
+
+
 # ---- rates ----
 
 
@@ -88,7 +97,7 @@ class TierUnderTest:
         budget = int(total_bytes * 1.01) + self.count * 8192 + (8 << 20)
         options = DiskOptions(folder, budget, threads=THREADS, queue_bytes=2 * total_bytes)
         self.tier = NVMeTier(self.layout, namespace(), options)
-        self.memory = memoryview(mmap.mmap(-1, total_bytes))
+        self.memory = host_ram(total_bytes)
         np.frombuffer(self.memory, dtype=np.uint64)[:] = np.random.default_rng(0).integers(
             0, 2**63, total_bytes // 8, dtype=np.uint64
         )

@@ -4,6 +4,7 @@ from kvquilt.store.arenas import arena_span_keys
 from kvquilt.store.chain import KEY_BYTES, Chain
 from kvquilt.store.changes import Change
 from kvquilt.store.index import span_steps
+from kvquilt.store.mapping import map_memory
 from kvquilt.store.memory import check_memory
 from kvquilt.store.pool import SLOT_ALIGNMENT, Arena, SlotSpace
 from kvquilt.store.records import (
@@ -47,6 +48,7 @@ __all__ = [
     "Want",
     "arena_span_keys",
     "check_memory",
+    "map_memory",
     "span_steps",
     "warm_up",
 ]

@@ -2,9 +2,10 @@
 
 Touching fresh memory costs 0.6-0.7 s per GiB, so an arena of hundreds of GiB can't be faulted
 in before the engine starts, nor by the first saves. One daemon thread does it in the
-background for all arenas in turn, extent by extent: `posix_fallocate` gives the memory,
-MADV_POPULATE_WRITE proves that it can be written. Both calls run without the GIL. The thread
-shares one thing with everyone else, the integer `Arena.usable_slots`, which only grows.
+background for all arenas in turn, extent by extent: `posix_fallocate` gives the memory, which
+is collapsed into huge pages, and MADV_POPULATE_WRITE proves that it can be written. None of
+these holds the GIL. The thread shares one thing with everyone else, the integer
+`Arena.usable_slots`, which only grows.
 
 An extent that can't be had (ENOSPC, ENOMEM, EFAULT) is logged once and counted, and that arena
 stays at what it has: slots without memory are never handed out, since a write to them would
@@ -13,17 +14,15 @@ end the process with SIGBUS.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvquilt.errors import SizingError
+from kvquilt.store.mapping import collapse, huge_page_bytes, map_memory, touch
 from kvquilt.store.records import ArenaInfo
 
 __all__ = [
@@ -39,27 +38,22 @@ __all__ = [
 SLOT_ALIGNMENT = 4096
 EXTENT_BYTES = 64 << 20
 
-_MADV_POPULATE_WRITE = 23
 _logger = logging.getLogger(__name__)
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 Populate = Callable[[int, int, int], None]
 """(fd, offset, length) -> None: give memory to a part of a file; raises OSError if it can't."""
 
 
 def populate_extent(fd: int, offset: int, length: int) -> None:
-    """Allocate and touch [offset, offset + length) of a memfd. Raises OSError."""
-    os.posix_fallocate(fd, offset, length)
-    with mmap.mmap(fd, length, offset=offset) as mapped:
-        anchor = ctypes.c_char.from_buffer(mapped)
-        try:
-            if _libc.madvise(ctypes.addressof(anchor), length, _MADV_POPULATE_WRITE):
-                code = ctypes.get_errno()
-                if code != errno.EINVAL:  # EINVAL: a kernel before 5.14; the memory is allocated all the same
-                    raise OSError(code, os.strerror(code))
-        finally:
-            del anchor
+    """Allocate and touch [offset, offset + length) of a memfd, and the rest of the huge page that it
+    ends in; the next extent goes on from there. Raises OSError."""
+    end, huge = offset + length, huge_page_bytes()
+    if 0 < huge <= EXTENT_BYTES:
+        end = max(end, min(-(-end // huge) * huge, os.fstat(fd).st_size))
+    os.posix_fallocate(fd, offset, end - offset)
+    memory = map_memory(fd, end - offset, offset)
+    collapse(memory, offset)
+    touch(memory)
 
 
 class SlotSpace(Protocol):

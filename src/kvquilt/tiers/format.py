@@ -178,18 +178,16 @@ class PageHeaders:
         page.update(payload)
         header[_PAGE_CHECK:_HEADER_CHECK] = page.digest()
 
-    def proves(self, first: int, slots: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """For each of `slots` as they were read, header and payload: is it the intact page first, first + 1,
-        ...? (its spans are as intact, but need not be those given) Puts zero in place of the
-        pages' checks."""
-        wanted = self._headers[first : first + len(slots), :_NUM_SPANS]
-        proven: NDArray[np.bool_] = (slots[:, :_NUM_SPANS] == wanted).all(axis=1)
-        for i in np.flatnonzero(proven).tolist():
-            slot = memoryview(slots[i])
-            check = bytes(slot[_PAGE_CHECK:_HEADER_CHECK])
-            slot[_PAGE_CHECK:_HEADER_CHECK] = _NO_PAGE_CHECK
-            proven[i] = xxhash.xxh3_128_digest(slot) == check
-        return proven
+    def proves(self, place: int, header: memoryview, payload: memoryview) -> bool:
+        """Are these, as they were read, the intact page at this place of the batch? (its spans are as intact,
+        but need not be those given) Puts zero in place of the page's check."""
+        if header[:_NUM_SPANS] != self._headers[place, :_NUM_SPANS].tobytes():
+            return False
+        check = bytes(header[_PAGE_CHECK:_HEADER_CHECK])
+        header[_PAGE_CHECK:_HEADER_CHECK] = _NO_PAGE_CHECK
+        page = xxhash.xxh3_128(header)
+        page.update(payload)
+        return page.digest() == check
 
 
 def parse_page_header(header: bytes | memoryview) -> PageHeader | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 from numpy.typing import NDArray
 
-from kvquilt.store import Chain, Store
+from kvquilt.store import Chain, Store, map_memory
 from kvquilt.tiers.base import Pages
 
 __all__ = ["RamMemory"]
@@ -19,9 +17,7 @@ class RamMemory:
     def __init__(self, store: Store) -> None:
         self._arena_of = store.arena_of
         self._strides = [arena.slot_stride for arena in store.arenas]
-        self._maps = [
-            memoryview(mmap.mmap(arena.fd, arena.num_slots * arena.slot_stride)) for arena in store.arenas
-        ]
+        self._maps = [map_memory(arena.fd, arena.num_slots * arena.slot_stride) for arena in store.arenas]
 
     def pages(self, chain: Chain, group: int, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> Pages:
         """Block blocks[i] of the group, as it lies in slots[i] of its arena."""

@@ -27,7 +27,6 @@ from kvquilt.tiers.files import Files
 from kvquilt.tiers.health import Health
 from kvquilt.tiers.opening import OWNER, DiskOptions, Opened, Opener
 from kvquilt.tiers.queues import Queues
-from kvquilt.tiers.slot_pages import warm_up
 from kvquilt.tiers.workers import Batch, Workers
 
 __all__ = ["DiskOptions", "NVMeTier"]
@@ -106,7 +105,6 @@ class NVMeTier:
         self._stamps_saved_at = clock()
         self._bad_told, self._bad_told_at = 0, -math.inf
         self._stop = threading.Event()
-        warm_up()
         self._try_open()
         self._workers = Workers("kvquilt-disk", options.threads + _MORE_THREADS, clock)
         self._queues = Queues(

@@ -120,7 +120,9 @@ class Queues:
 
     def read(self, opened: Opened, pages: Pages, result: BoolArray, ending: Ending) -> None:
         """Lease what is there of some pages and queue it; `result` says in the end which are proven. Raises
-        KVQuiltError where the index does."""
+        KVQuiltError where the index does, ValueError for memory that cannot be filled."""
+        if pages.memory.readonly:
+            raise ValueError("pages cannot be loaded into memory that is read-only")
         slab = opened.slab_of(pages.group)
         per_batch = self._pages_per_batch(slab, pages.blocks.size)
         for start in range(0, pages.blocks.size, per_batch):

@@ -41,7 +41,7 @@ __all__ = ["Recovered", "Slab", "Verdicts"]
 logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
 
-_RUN_BYTES = 1 << 20  # neighbouring slots that go in one system call; if read, they fit in the caches
+_RUN_BYTES = 4 << 20  # neighbouring slots that go in one system call, and are checked before the next
 _SCAN_REPORT = 100_000  # slots between two lines of progress
 _local = threading.local()
 
@@ -214,25 +214,16 @@ class Slab:
         self.table.write(pages.slots, None)
         headers = self._headers_of(pages, generation)
         for run in self._runs(pages.slots):
-            pieces = self._sealed(pages, headers, run)
+            slots = self._pieces(pages, run)
+            for place, (header, payload) in zip(run, slots, strict=True):
+                headers.seal(place, header, payload)
             with self._calls.writing:
-                self._files.write(self.fd, pieces, self._offset(int(pages.slots[run.start])))
+                self._files.write(self.fd, _flat(slots), self._offset(int(pages.slots[run.start])))
         self.table.write(pages.slots, self._entries_of(pages, generation, stamps))
 
-    def _sealed(self, pages: SlotPages, headers: PageHeaders, run: range) -> list[memoryview]:
-        """The slots of neighbours, header and payload in turns: payloads go out from where they lie."""
-        size = self.facts.header_bytes
-        memory, pieces = _own_memory("headers", len(run) * size), []
-        for done, place in enumerate(run):
-            header = memory[done * size : (done + 1) * size]
-            payload = pages.payload(place, self.facts.slot_bytes - size)
-            headers.seal(place, header, payload)
-            pieces += [header, payload]
-        return pieces
-
     def read_pages(self, pages: SlotPages, generation: int) -> Verdicts:
-        """Fill the payloads of these pages, each only if it is proven good. Raises OSError if no page
-        could be read."""
+        """Read the payloads of these pages to where they belong, and prove each there: until it is proven,
+        and if it is not, its place may hold any bytes. Raises OSError if no page could be read."""
         order = np.argsort(pages.slots)
         pages = pages.take(order)
         good, unread = np.zeros((2, len(pages)), dtype=np.bool_)
@@ -241,11 +232,10 @@ class Slab:
         runs = self._runs(pages.slots)
         while runs:
             run = runs.pop()
-            size = self.facts.slot_bytes
-            buffer = _own_memory("slots", len(run) * size)
+            slots = self._pieces(pages, run)
             try:
                 with self._calls.reading:
-                    self._files.read(self.fd, [buffer], self._offset(int(pages.slots[run.start])))
+                    self._files.read(self.fd, _flat(slots), self._offset(int(pages.slots[run.start])))
             except OSError as error:
                 if len(run) > 1:  # one bad block must not take its neighbours with it
                     runs += [range(i, i + 1) for i in run]
@@ -253,14 +243,22 @@ class Slab:
                     unread[run.start] = True
                 failure = error
                 continue
-            slots = np.frombuffer(buffer, dtype=np.uint8).reshape(len(run), size)
-            proven = headers.proves(run.start, slots)
-            pages.take_payloads(run.start, slots, self.facts.header_bytes, proven)
-            good[run.start : run.stop] = proven
+            for place, (header, payload) in zip(run, slots, strict=True):
+                good[place] = headers.proves(place, header, payload)
         if failure is not None and unread.all():
             raise failure
         back = np.argsort(order)
         return Verdicts(good[back], unread[back])
+
+    def _pieces(self, pages: SlotPages, run: range) -> list[tuple[memoryview, memoryview]]:
+        """Neighbouring slots, header and payload of each: headers pass through this thread's memory, payloads
+        come and go where they lie."""
+        size, payload_bytes = self.facts.header_bytes, self.facts.slot_bytes - self.facts.header_bytes
+        memory = _own_headers(len(run) * size)
+        return [
+            (memory[i * size : (i + 1) * size], pages.payload(place, payload_bytes))
+            for i, place in enumerate(run)
+        ]
 
     def forget(self, slots: Sequence[int]) -> None:
         """Let no later start find these slots' pages: entry and header go. Raises OSError."""
@@ -270,7 +268,7 @@ class Slab:
             self._files.write(self.fd, [empty], self._offset(slot))
 
     def _runs(self, slots: IntArray) -> list[range]:
-        """Places of neighbours among these slots in ascending order, no more than the buffer takes."""
+        """Places of neighbours among these slots in ascending order, no more than one call takes."""
         most = self._slots_per_run
         return [
             range(start, min(start + most, run.stop))
@@ -390,13 +388,13 @@ class Slab:
         self.table.close()
 
 
-def _own_memory(purpose: str, size: int) -> memoryview:
-    """This thread's memory for one purpose, the same each time, of any slab.
+def _flat(slots: list[tuple[memoryview, memoryview]]) -> list[memoryview]:
+    return [piece for slot in slots for piece in slot]
 
-    What is read stays there in the processor's caches, where the medium moves bytes, and checks are made,
-    faster than in pages all over host memory."""
-    kept: memoryview | None = getattr(_local, purpose, None)
+
+def _own_headers(size: int) -> memoryview:
+    """This thread's memory for the headers of one call, of any slab: the same each time."""
+    kept: memoryview | None = getattr(_local, "headers", None)
     if kept is None or len(kept) < size:
-        kept = aligned_buffer(size)
-        setattr(_local, purpose, kept)
+        kept = _local.headers = aligned_buffer(size)
     return kept[:size]

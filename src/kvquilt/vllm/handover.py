@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import mmap
 import os
 import shutil
 import socket
@@ -25,7 +24,7 @@ import xxhash
 
 from kvquilt.errors import KVQuiltError
 from kvquilt.layout import CacheLayout
-from kvquilt.store import ArenaInfo, SlotSpace
+from kvquilt.store import ArenaInfo, SlotSpace, map_memory
 from kvquilt.transfer import ArenaView
 
 __all__ = ["PoolServer", "fetch_arenas", "layout_fingerprint"]
@@ -141,7 +140,7 @@ def _map(info: ArenaInfo, fd: int) -> ArenaView:
     size = os.fstat(fd).st_size
     if size < info.num_slots * info.slot_stride:
         raise KVQuiltError(f"arena {info.name!r} has {size} bytes, not {info.num_slots} x {info.slot_stride}")
-    mapping = mmap.mmap(fd, size)
+    mapping = map_memory(fd, size)
     address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
     return ArenaView(address=address, num_slots=info.num_slots, slot_stride=info.slot_stride, buffer=mapping)
 

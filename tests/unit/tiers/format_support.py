@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvquilt.tiers.format import PageHeader, PageHeaders
 
@@ -22,10 +21,6 @@ def _headers(page: PageHeader) -> PageHeaders:
     )
 
 
-def _slot(header: memoryview, payload: memoryview) -> NDArray[np.uint8]:
-    return np.frombuffer(bytearray(bytes(header) + bytes(payload)), dtype=np.uint8).reshape(1, -1)
-
-
 def pack_page(header: memoryview, page: PageHeader, payload: memoryview) -> None:
     """Write the header of `page` with its checks into `header`, whole blocks long."""
     _headers(page).seal(0, header, payload)
@@ -33,4 +28,4 @@ def pack_page(header: memoryview, page: PageHeader, payload: memoryview) -> None
 
 def verify_page(header: memoryview, payload: memoryview, page: PageHeader) -> bool:
     """Is this slot, byte for byte, the intact page that `page` describes?"""
-    return bool(_headers(page).proves(0, _slot(header, payload))[0])
+    return _headers(page).proves(0, memoryview(bytearray(header)), payload)

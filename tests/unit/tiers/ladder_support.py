@@ -44,7 +44,8 @@ def page_bytes_of(chain: Chain, group: int, block: int) -> bytes:
 
 
 class SlowTier:
-    """Keeps pages by name in a dict. Loads wait for `land`; what is in `lost` turns out to be bad."""
+    """Keeps pages by name in a dict. Loads wait for `land`; what is in `lost` turns out to be bad, when
+    other bytes stand in its place already."""
 
     name = "slow"
 
@@ -103,7 +104,7 @@ class SlowTier:
                     self.loaded.append((part.group, block))
                     if (part.group, block) in self.lost:
                         self.held.pop((part.group, key), None)
-                        part.memory[offset : offset + PAGE] = bytes(PAGE)
+                        part.memory[offset : offset + PAGE] = b"\xee" * PAGE
                         continue
                     page = self.held.get((part.group, key))
                     if page is not None:

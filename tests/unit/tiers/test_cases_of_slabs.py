@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -261,8 +262,13 @@ def test_however_batches_end_the_tail_of_a_prefix_goes_first(
     tier.close()
 
 
-@pytest.mark.parametrize("fault", ["gone", "too short", "before its start", "not aligned"])
-@pytest.mark.parametrize("call", ["save", "load"])
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        *itertools.product(["save", "load"], ["gone", "too short", "before its start", "not aligned"]),
+        ("load", "read-only"),
+    ],
+)
 def test_memory_that_is_not_there_costs_no_slot(tmp_path: Path, call: str, fault: str) -> None:
     """The caller's fault, and told so; what was reserved or leased for it is given back."""
     tier, chain = make_tier(tmp_path, FULL, budget_for(FULL, 10)), prompt(FULL, 0, 10)
@@ -273,12 +279,14 @@ def test_memory_that_is_not_there_costs_no_slot(tmp_path: Path, call: str, fault
         pages.memory.release()
     elif fault == "too short":
         pages = replace(pages, memory=pages.memory[: len(pages.memory) - 1])
+    elif fault == "read-only":
+        pages = replace(pages, memory=pages.memory.toreadonly())
     elif fault == "before its start":
         pages = replace(pages, offsets=pages.offsets - 4096)
     else:
         pages = replace(pages, memory=pages.memory[8:], offsets=pages.offsets[:-1], blocks=pages.blocks[:-1])
     ended = threading.Event()
-    with pytest.raises(ValueError, match=r"released|outside of the memory|aligned"):
+    with pytest.raises(ValueError, match=r"released|outside of the memory|aligned|read-only"):
         getattr(tier, call)([pages], lambda *_: ended.set())
     assert ended.is_set()
     tier.audit()
