@@ -33,8 +33,7 @@ import numpy as np
 
 from kvquilt.layout import CacheGroup, CacheLayout
 from kvquilt.layout.namespace import NamespaceFactors
-from kvquilt.store import Arena, Chain, map_memory, warm_up
-from kvquilt.store.pool import EXTENT_BYTES, Prefault
+from kvquilt.store import Arena, Chain, map_memory, populate_all, warm_up
 from kvquilt.tiers import DiskOptions, NVMeTier, Pages
 from kvquilt.tiers.format import entry_dtype, seal_entries
 
@@ -77,8 +76,8 @@ def scratch(root: Path) -> Iterator[Path]:
 
 def host_ram(num_bytes: int) -> memoryview:
     """Memory as the pools in host RAM have it."""
-    arena = Arena(0, "bench", num_bytes // EXTENT_BYTES, EXTENT_BYTES)
-    Prefault([arena]).run()
+    arena = Arena(0, "bench", num_bytes >> 16, 1 << 16)
+    populate_all(arena.fd, num_bytes)
     memory = map_memory(arena.fd, num_bytes)
     arena.close()
     return memory

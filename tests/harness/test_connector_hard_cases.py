@@ -142,3 +142,16 @@ def test_a_checkpoint_stays_until_the_next_one_can_be_pinned() -> None:
         assert q.count("saves_skipped", "pin_cap") > 0
         q.side.pins.cap = cap
         q.run()
+
+
+def test_ranks_have_the_more_time_to_attach_the_larger_the_pools_are() -> None:
+    """To pin hundreds of GiB takes minutes: in the time that a load has they would never get there."""
+    began = time.monotonic()
+    with Quilt(GROUPS, ram_bytes="256MiB", load_timeout_seconds=7.0) as q:
+        made = time.monotonic()
+        assert began + 14.9 <= q.side._attach_until <= made + 15.0
+        q.side.clock = lambda: q.side._attach_until - 0.1
+        assert q.side.has_push_work()
+        q.side.clock = lambda: q.side._attach_until + 0.1
+        assert not q.side.has_push_work()
+        assert q.side._broken

@@ -6,7 +6,7 @@ from kvquilt.store.changes import Change
 from kvquilt.store.index import span_steps
 from kvquilt.store.mapping import map_memory
 from kvquilt.store.memory import check_memory
-from kvquilt.store.pool import SLOT_ALIGNMENT, Arena, SlotSpace
+from kvquilt.store.pool import SLOT_ALIGNMENT, Arena, SlotSpace, populate_all
 from kvquilt.store.records import (
     ArenaAudit,
     ArenaInfo,
@@ -49,6 +49,7 @@ __all__ = [
     "arena_span_keys",
     "check_memory",
     "map_memory",
+    "populate_all",
     "span_steps",
     "warm_up",
 ]

@@ -3,7 +3,8 @@
 Disks, GPUs and page tables move whole runs of memory faster than scattered pages of 4 KiB. The kernel
 gives shared memory no huge pages of its own accord (shmem_enabled is "never" on most systems), but it
 collapses what is there into huge pages when asked (MADV_COLLAPSE, Linux 6.1), and maps them as
-such where address and offset in the file agree. All of this is best effort: without it there are small pages.
+such where address and offset in the file agree. Pinned pages it leaves as they are. All of this is best
+effort: without it there are small pages.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _NO_ACCESS = 0
 _MAP_FIXED = 0x10  # of all of Linux but alpha and parisc
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
+_TRIES = 3
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +54,13 @@ def huge_page_bytes() -> int:
 
 def map_memory(fd: int, length: int, offset: int = 0) -> memoryview:
     """Map a part of a file to read and write, at an address that huge pages of the file can be mapped at.
-    Mapped until nobody holds any of it. Raises OSError."""
+    Mapped until nobody holds any of it; until then it takes a huge page of addresses more than `length`.
+
+    offset: a multiple of 4096. Raises ValueError for what is not in the file: to touch it would end the
+    process; OSError if the system refuses.
+    """
+    if not (length > 0 and 0 <= offset <= os.fstat(fd).st_size - length):
+        raise ValueError(f"{length} bytes from {offset} on are not in the file")
     huge = huge_page_bytes()
     if not 0 < huge <= length:
         return memoryview(mmap.mmap(fd, length, offset=offset))
@@ -77,8 +85,11 @@ def collapse(memory: memoryview, offset: int) -> None:
     if not huge:
         return
     first, last = -offset % huge, (offset + len(memory)) // huge * huge - offset
-    if last > first:
-        _libc.madvise(_address(memory) + first, last - first, _MADV_COLLAPSE)
+    for _ in range(_TRIES if last > first else 0):
+        if not _libc.madvise(_address(memory) + first, last - first, _MADV_COLLAPSE):
+            return
+        if ctypes.get_errno() != errno.EAGAIN:  # else somebody was just using a page of it
+            return
 
 
 def touch(memory: memoryview) -> None:

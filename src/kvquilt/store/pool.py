@@ -1,6 +1,6 @@
 """Arenas: fixed slots in anonymous shared memory, made usable extent by extent.
 
-Touching fresh memory costs 0.6-0.7 s per GiB, so an arena of hundreds of GiB can't be faulted
+Touching fresh memory costs half a second and more per GiB, so an arena of hundreds of GiB can't be faulted
 in before the engine starts, nor by the first saves. One daemon thread does it in the
 background for all arenas in turn, extent by extent: `posix_fallocate` gives the memory, which
 is collapsed into huge pages, and MADV_POPULATE_WRITE proves that it can be written. None of
@@ -32,6 +32,7 @@ __all__ = [
     "Populate",
     "Prefault",
     "SlotSpace",
+    "populate_all",
     "populate_extent",
 ]
 
@@ -45,15 +46,25 @@ Populate = Callable[[int, int, int], None]
 
 
 def populate_extent(fd: int, offset: int, length: int) -> None:
-    """Allocate and touch [offset, offset + length) of a memfd, and the rest of the huge page that it
-    ends in; the next extent goes on from there. Raises OSError."""
-    end, huge = offset + length, huge_page_bytes()
-    if 0 < huge <= EXTENT_BYTES:
+    """Allocate and touch [offset, offset + length) of a memfd, if it can be had with the rest of the huge
+    page that it ends in, so that none is left to the next extent half in use. Raises OSError."""
+    end = offset + length
+    if 0 < (huge := huge_page_bytes()) <= EXTENT_BYTES:
         end = max(end, min(-(-end // huge) * huge, os.fstat(fd).st_size))
-    os.posix_fallocate(fd, offset, end - offset)
+    try:
+        os.posix_fallocate(fd, offset, end - offset)
+    except OSError:
+        os.posix_fallocate(fd, offset, length)
+        end = offset + length
     memory = map_memory(fd, end - offset, offset)
     collapse(memory, offset)
     touch(memory)
+
+
+def populate_all(fd: int, size: int) -> None:
+    """`populate_extent` for all of a memfd. Raises OSError."""
+    for offset in range(0, size, EXTENT_BYTES):
+        populate_extent(fd, offset, min(EXTENT_BYTES, size - offset))
 
 
 class SlotSpace(Protocol):

@@ -99,6 +99,11 @@ class FaultyCopier:
         self._held: dict[int, _Held] = {}
         self.faults: list[tuple[int, Direction, CopyFault]] = []
 
+    @property
+    def pins_memory(self) -> bool:
+        """As the inner copier."""
+        return self._inner.pins_memory
+
     def attach(self, arenas: Sequence[ArenaView]) -> None:
         """As the inner copier."""
         self._inner.attach(arenas)

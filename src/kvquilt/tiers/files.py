@@ -24,8 +24,7 @@ def aligned_buffer(size: int) -> memoryview:
 
 class Calls:
     """How many calls move pages at once: `count`, and one less where they write, so that reads find the
-    medium free. More threads than that share them: while some wait for the medium, others copy and
-    check.
+    medium free. More threads than that share them: while some wait for the medium, others check.
 
     reading, writing: entered around each call.
     """

@@ -280,7 +280,12 @@ class Copier(Protocol):
     A job that cannot be done (an index out of range, the null block, no arenas yet) ends with
     `ok=False` and copies nothing. A job is never given up half-way: until its Completion is
     out, its blocks and slots belong to it, whatever became of the request.
+
+    pins_memory: does `attach` pin the arenas? Pinned memory is never moved again: it should be there by then.
     """
+
+    @property
+    def pins_memory(self) -> bool: ...
 
     def attach(self, arenas: Sequence[ArenaView]) -> None:
         """Make the arenas known; once. CUDA: pins them, which takes long. Raises TransferError."""

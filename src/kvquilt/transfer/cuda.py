@@ -72,6 +72,8 @@ class CudaCopier:
     caller.
     """
 
+    pins_memory = True
+
     def __init__(
         self,
         groups: Sequence[GroupPages | None],

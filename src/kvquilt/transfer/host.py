@@ -63,6 +63,8 @@ class HostCopier:
     otherwise bind these too.
     """
 
+    pins_memory = False
+
     def __init__(
         self,
         groups: Sequence[GroupPages | None],

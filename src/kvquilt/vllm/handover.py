@@ -24,7 +24,7 @@ import xxhash
 
 from kvquilt.errors import KVQuiltError
 from kvquilt.layout import CacheLayout
-from kvquilt.store import ArenaInfo, SlotSpace, map_memory
+from kvquilt.store import ArenaInfo, SlotSpace, map_memory, populate_all
 from kvquilt.transfer import ArenaView
 
 __all__ = ["PoolServer", "fetch_arenas", "layout_fingerprint"]
@@ -108,8 +108,11 @@ def layout_fingerprint(layout: CacheLayout) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([layout.tokens_per_hash, facts]))
 
 
-def fetch_arenas(path: str, fingerprint: str) -> list[ArenaView]:
+def fetch_arenas(path: str, fingerprint: str, *, populate: bool = False) -> list[ArenaView]:
     """Connect to the scheduler side at `path` and map all arenas.
+
+    populate: give them all their memory first, for whoever pins them: pinned as they are then, they
+    would stay small pages.
 
     Raises KVQuiltError if it cannot be reached, has another layout than `fingerprint`, or
     sends what does not add up.
@@ -128,7 +131,7 @@ def fetch_arenas(path: str, fingerprint: str) -> list[ArenaView]:
             raise KVQuiltError("the scheduler side and this worker see different cache groups")
         if len(infos) != len(fds):
             raise KVQuiltError(f"{len(infos)} arenas were announced but {len(fds)} descriptors came")
-        return [_map(info, fd) for info, fd in zip(infos, fds, strict=True)]
+        return [_map(info, fd, populate) for info, fd in zip(infos, fds, strict=True)]
     except (OSError, msgspec.DecodeError) as error:
         raise KVQuiltError(f"the pools cannot be attached: {error}") from error
     finally:
@@ -136,10 +139,15 @@ def fetch_arenas(path: str, fingerprint: str) -> list[ArenaView]:
             os.close(fd)
 
 
-def _map(info: ArenaInfo, fd: int) -> ArenaView:
+def _map(info: ArenaInfo, fd: int, populate: bool) -> ArenaView:
     size = os.fstat(fd).st_size
     if size < info.num_slots * info.slot_stride:
         raise KVQuiltError(f"arena {info.name!r} has {size} bytes, not {info.num_slots} x {info.slot_stride}")
+    if populate:
+        try:
+            populate_all(fd, size)
+        except OSError as error:
+            logger.warning("kvquilt: arena %s has no memory for all its slots yet: %s", info.name, error)
     mapping = map_memory(fd, size)
     address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
     return ArenaView(address=address, num_slots=info.num_slots, slot_stride=info.slot_stride, buffer=mapping)

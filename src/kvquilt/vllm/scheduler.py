@@ -42,6 +42,7 @@ __all__ = ["SchedulerSide"]
 logger = logging.getLogger(__name__)
 SLOW_SAVE_SECONDS = 1.0
 """A save that takes longer may lose its sources if the engine needs the blocks."""
+_ATTACH_SECONDS_PER_GIB = 4.0  # to populate and pin; several times what it takes on an idle machine
 
 
 class SchedulerSide:
@@ -147,7 +148,9 @@ class SchedulerSide:
         self._engine_emptied = False  # by a reset, and nothing has been computed since
         self._engine_is_stale = False  # it may hold blocks that a reset should have emptied
         self._missed: list[tuple[bytes, set[str], set[str]]] = []
-        self._started = clock()
+        arenas = self.store.arenas
+        pool_gib = sum(arena.num_slots * arena.slot_stride for arena in arenas) / (1 << 30)
+        self._attach_until = clock() + 2 * options.load_timeout_seconds + _ATTACH_SECONDS_PER_GIB * pool_gib
         self.namespace = namespace
         self.start_lines = start_lines(layout, self.plan)
         if self.below is not None:
@@ -440,11 +443,12 @@ class SchedulerSide:
         ranks have not attached, which they do in a step: so the first request finds them ready,
         and the socket is gone before anything could kill this process.
 
-        A rank that stays silent for twice the load time-out is no longer waited for.
+        A rank that stays silent for twice the load time-out is no longer waited for; while it attaches, it
+        may have to pin all of the pools, and has more time the larger they are.
         """
         since = self.clock() - 2 * self.options.load_timeout_seconds
         if self._server is not None:
-            if self._started > since:
+            if self.clock() < self._attach_until:
                 return True
             logger.error("kvquilt: switched off: not all ranks have attached the pools in time")
             self._broken = True

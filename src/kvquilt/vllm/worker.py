@@ -372,7 +372,9 @@ class WorkerSide:
             try:
                 if self.copier is None:
                     raise KVQuiltError("the engine has not registered its KV caches")
-                arenas = fetch_arenas(path, layout_fingerprint(self._layout))
+                arenas = fetch_arenas(
+                    path, layout_fingerprint(self._layout), populate=self.copier.pins_memory
+                )
                 self.copier.attach(arenas)
                 self._arenas = arenas
             except Exception as error:  # noqa: BLE001 - told to the scheduler side with the next report

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +30,13 @@ def num_mappings() -> int:
     gc.collect()
     with open("/proc/self/maps") as lines:
         return sum("memfd:kvquilt" in line for line in lines)
+
+
+def num_addresses() -> int:
+    """Bytes of this process's address space that are taken."""
+    gc.collect()
+    with open("/proc/self/statm") as line:
+        return int(line.read().split()[0]) * 4096
 
 
 @pytest.fixture
@@ -84,29 +94,106 @@ def test_it_is_mapped_until_nobody_holds_any_of_it(size: int) -> None:
     assert num_mappings() == before
 
 
-def test_what_cannot_be_mapped_is_an_error_and_leaves_nothing(fd: int) -> None:
-    def addresses() -> int:
-        with open("/proc/self/statm") as line:
-            return int(line.read().split()[0])
+@pytest.mark.parametrize("works", [True, False])
+def test_no_addresses_are_lost(fd: int, works: bool) -> None:
+    """Neither by mappings that are given up, nor where the system refuses one."""
+    read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    os.ftruncate(fd, 1 << 40)
+    map_memory(fd, 1 << 40)
+    before = num_addresses()
+    for _ in range(32):
+        if works:
+            map_memory(fd, 12 * MIB, 4096)
+        else:
+            with pytest.raises(OSError, match="Permission denied"):
+                map_memory(read_only, 1 << 34)
+    assert num_addresses() - before < 32 * MIB
+    os.close(read_only)
 
-    gone = os.dup(fd)
-    os.close(gone)
-    before = addresses()
-    for _ in range(8):
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            map_memory(gone, 1 << 34)
-    assert addresses() - before < (1 << 34) // 4096
+
+def test_threads_may_use_it_until_the_process_has_ended() -> None:
+    """A thread that writes while the interpreter ends must not find its memory gone."""
+    script = """
+import atexit, os, threading, time
+from kvquilt.store import map_memory
+fd = os.memfd_create("x")
+os.ftruncate(fd, 1 << 24)
+memory = map_memory(fd, 1 << 24)
+def work():
+    while True:
+        os.preadv(os.open("/dev/zero", os.O_RDONLY), [memory], 0)
+        memory[0] = 1
+threading.Thread(target=work, daemon=True).start()
+def last():
+    time.sleep(0.1)
+    memory[1 << 20] = 1
+atexit.register(last)
+import weakref
+weakref.finalize(fd_holder := type("Holder", (), {})(), last)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_prefaulted_arenas_are_in_huge_pages(huge: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "offset"),
+    [(0, 0), (-1, 0), (16 * MIB + 1, 0), (8 * MIB, 12 * MIB), (4096, -4096), (1, 1 << 40)],
+)
+def test_what_is_not_in_the_file_is_refused(fd: int, length: int, offset: int) -> None:
+    with pytest.raises(ValueError, match="not in the file"):
+        map_memory(fd, length, offset)
+
+
+def test_prefaulted_arenas_are_in_huge_pages(huge: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that are whole, although extents begin and end inside of them; a few may not be had."""
+    monkeypatch.setattr(pool, "EXTENT_BYTES", 4 * MIB)
     arena = Arena(0, "full", 40, 300 << 12)
     before = huge_mapped()
     Prefault([arena]).run()
     memory = map_memory(arena.fd, arena.size_bytes)
-    np.frombuffer(memory, dtype=np.uint8)[::4096].max()
-    # The last of them is not whole; a few may not be had.
-    assert huge_mapped() - before >= arena.size_bytes // huge // 2 * huge
+    assert not np.frombuffer(memory, dtype=np.uint8)[::4096].any()
+    assert huge_mapped() - before >= (arena.size_bytes // huge - 3) * huge
     arena.close()
+
+
+def test_memory_that_cannot_be_had_is_an_error(fd: int) -> None:
+    """Else its first use would end the process: `touch` is the proof that there is memory."""
+    memory = map_memory(fd, 16 * MIB)
+    mapping.touch(memory)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(OSError, match="Bad address"):
+        mapping.touch(memory)
+
+
+def test_slots_are_not_used_before_their_memory_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(memory: memoryview) -> None:
+        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+    monkeypatch.setattr(pool, "touch", fail)
+    arena = Arena(0, "full", 40, 300 << 12)
+    growing = Prefault([arena])
+    growing.run()
+    assert (arena.usable_slots, growing.failures) == (0, 1)
+    arena.close()
+
+
+def test_without_room_for_a_whole_huge_page_an_extent_takes_what_it_needs(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "huge_page_bytes", lambda: 2 * MIB)
+    asked = []
+
+    def allocate(fd: int, offset: int, length: int) -> None:
+        asked.append((offset, length))
+        if offset + length > 3 * MIB:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    pool.populate_extent(fd, 0, MIB)
+    pool.populate_extent(fd, MIB, 2 * MIB)
+    assert asked == [(0, 2 * MIB), (MIB, 3 * MIB), (MIB, 2 * MIB)]
+    with pytest.raises(OSError, match="No space left"):
+        pool.populate_extent(fd, 3 * MIB, MIB)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])

@@ -18,7 +18,7 @@ import msgspec
 
 from kvquilt import CacheGroup, CacheLayout
 from kvquilt.errors import KVQuiltError
-from kvquilt.store import Arena, ArenaInfo
+from kvquilt.store import Arena, ArenaInfo, mapping
 from kvquilt.vllm.handover import PoolServer, fetch_arenas, layout_fingerprint
 
 
@@ -48,6 +48,33 @@ def test_worker_sees_the_memory_of_the_pools(server: PoolServer, arenas: list[Ar
     os.pwrite(arenas[1].fd, b"patch", 8192)
     seen = np.frombuffer(views[1].buffer, dtype=np.uint8)[8192:8197]  # type: ignore[call-overload]
     assert seen.tobytes() == b"patch"
+
+
+@pytest.mark.parametrize("populate", [True, False])
+def test_who_pins_finds_all_memory_there_and_others_do_not_wait_for_it(
+    populate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned small pages stay small: so what is to be pinned is put into huge pages first."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    arena = Arena(0, "a", 100, 44 << 12)
+    server = PoolServer([arena], "print")
+    (view,) = fetch_arenas(server.path, "print", populate=populate)
+    assert os.fstat(arena.fd).st_blocks * 512 == (arena.size_bytes if populate else 0)
+    huge = mapping.huge_page_bytes()
+    assert not huge or view.address % huge == 0 or huge > arena.size_bytes
+    server.close()
+    arena.close()
+
+
+def test_a_worker_attaches_where_not_all_memory_can_be_had(
+    server: PoolServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(fd: int, size: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("kvquilt.vllm.handover.populate_all", fail)
+    assert len(fetch_arenas(server.path, "print", populate=True)) == 2
+    assert "arena a has no memory for all its slots yet" in caplog.text
 
 
 def test_only_the_user_can_reach_the_socket(server: PoolServer) -> None:

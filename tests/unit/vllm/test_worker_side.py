@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,8 @@ LAYOUT = CacheLayout(
 
 class ScriptedCopier:
     """Ends jobs when a test says so."""
+
+    pins_memory = False
 
     def __init__(self) -> None:
         self.pending_jobs: dict[int, str] = {}
@@ -142,6 +145,23 @@ class Rank:
                 assert end.job_id not in found, "a job ended twice"
                 found[end.job_id] = end.ok
         return found
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_a_copier_that_pins_finds_all_memory_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    arena, seen = Arena(0, "full", 8, 4096), []
+    server = PoolServer([arena], layout_fingerprint(LAYOUT))
+    rank = Rank(server)
+    rank.copier.pins_memory = pins
+    monkeypatch.setattr(rank.copier, "attach", lambda _: seen.append(os.fstat(arena.fd).st_blocks * 512))
+    rank.attach()
+    assert seen == [8 * 4096 if pins else 0]
+    rank.side.close()
+    server.close()
+    arena.close()
 
 
 def caches(*names: str) -> dict[str, torch.Tensor]:
