@@ -245,7 +245,7 @@ def markdown(model: str, systems: dict[str, dict[str, Any]]) -> str:
                 f"{row['hit_tokens']:,}",
                 _right(row),
                 f"{row['counted']:,}" + (f" of {row['flipped']:,}" if "flipped" in row else ""),
-                f"{warned} lines" if warned else "nothing",
+                {0: "nothing", 1: "1 line"}.get(warned, f"{warned} lines"),
             )
             lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| " + " | ".join(CAP_HEADER) + " |", "|---|" + "--:|" * (len(CAP_HEADER) - 1)]
