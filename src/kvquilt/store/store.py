@@ -102,6 +102,11 @@ class Store:
         self._may_admit = prefault != "later"
         self._start_memory(prefault)
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots, whether they have memory yet or not."""
+        return sum(arena.num_slots * arena.slot_stride for arena in self.arenas)
+
     # Look-up and leases
 
     def lookup(

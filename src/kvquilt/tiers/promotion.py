@@ -98,7 +98,7 @@ class Promoter:
         self._promotions: dict[str, Promotion] = {}
         self._coming: dict[int, _Coming] = {}  # by ticket; the tier's threads take out what has ended
         self._ended = threading.Event()
-        self._most_pinned = sum(arena.num_slots * arena.slot_stride for arena in store.arenas) // 2
+        self._most_pinned = store.size_bytes // 2
         self.counts = {"started": 0, "no_room": 0, "timed_out": 0}
         store.register_owner(self._owner, live=True)
 

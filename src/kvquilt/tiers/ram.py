@@ -79,7 +79,7 @@ class RamTier:
     def room_bytes(self) -> int:
         if self._closed:
             return 0
-        return sum(arena.num_slots * arena.slot_stride for arena in self._store.arenas)
+        return self._store.size_bytes
 
     def _save(self, pages: Sequence[Pages]) -> int:
         began = time.monotonic()

@@ -148,9 +148,8 @@ class SchedulerSide:
         self._engine_emptied = False  # by a reset, and nothing has been computed since
         self._engine_is_stale = False  # it may hold blocks that a reset should have emptied
         self._missed: list[tuple[bytes, set[str], set[str]]] = []
-        arenas = self.store.arenas
-        pool_gib = sum(arena.num_slots * arena.slot_stride for arena in arenas) / (1 << 30)
-        self._attach_until = clock() + 2 * options.load_timeout_seconds + _ATTACH_SECONDS_PER_GIB * pool_gib
+        pinning = _ATTACH_SECONDS_PER_GIB * self.store.size_bytes / (1 << 30)
+        self._attach_until = clock() + 2 * options.load_timeout_seconds + pinning
         self.namespace = namespace
         self.start_lines = start_lines(layout, self.plan)
         if self.below is not None:
